@@ -139,21 +139,24 @@ class DeviceKVCache:
         Blocking.
 
         Otherwise the first pass that uses a huge page waits for it in each layer. The allocation runs at a
-        quarter of the possible speed, as others compute meanwhile, and ends when the pages get other memory.
+        quarter of the possible speed, a huge page at a time, as others compute meanwhile. It ends when the
+        pages get other memory.
         """
         if self.device.type != "cpu":
             return
         arrangement, layer_bytes = self._arrangement, self._tensors[0].nbytes
         for start in range(0, layer_bytes, HUGE_PAGE_BYTES):
-            began_s = time.perf_counter()
-            self._populate(start)
-            time.sleep(3 * (time.perf_counter() - began_s))  # without a reference to what others give back
-            if self._arrangement != arrangement:
-                return
+            for number in range(len(self._tensors)):
+                began_s = time.perf_counter()
+                self._populate(number, start)
+                # Without a reference to what others give back.
+                time.sleep(3 * (time.perf_counter() - began_s))
+                if self._arrangement != arrangement:
+                    return
 
-    def _populate(self, start: int) -> None:
+    def _populate(self, number: int, start: int) -> None:
         end = start + HUGE_PAGE_BYTES
-        for layer in self._tensors:
+        for layer in self._tensors[number : number + 1]:  # none while the cache is reset
             page_bytes = layer[0].nbytes
             with self._memory_lock:
                 if self._lent.isdisjoint(range(start // page_bytes, -(-end // page_bytes))):

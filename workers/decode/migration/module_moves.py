@@ -10,11 +10,14 @@ Owns: the order of these steps, what is where. Does not know: why something move
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -49,6 +52,8 @@ _FREEING_TIMEOUT_S = 30.0
 """Seconds in which the pages must be freed that the owner has no memory for when modules come back."""
 _GROWTH_SHARE = 0.1
 """Share of the pages that may come to be used while the others are copied."""
+_NICENESS = 5
+"""Niceness of what is done beside iterations, above the process's: a quarter of a core that is shared."""
 log = logging.getLogger(__name__)
 
 
@@ -89,6 +94,8 @@ class ModuleMoves:
         self._without_helper, self._pace = WithoutHelper(), HelperPace.unknown()
         self.meter = MovesMeter()
         self._turn_taken = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "modules-move", _be_nice)
+        """The thread beside iterations, which have cores first."""
         self.place = ModulesPlace()
         """The place of modules, as heartbeats tell it."""
 
@@ -148,6 +155,7 @@ class ModuleMoves:
                     case order:
                         await self._carry_out(order)
         finally:
+            self._thread.shutdown(wait=False)
             if self._link is not None:
                 self._link.close()
 
@@ -210,7 +218,8 @@ class ModuleMoves:
                 raise ModulesStayError(f"{order.helper} was lost before the move was complete")
             await self._switch(move, copied)
             if isinstance(link.helped, HostedLayers):
-                await _in_thread(model.free_layers, link.helped.layers)
+                layers = link.helped.layers
+                await self._beside(lambda: model.free_layers(layers))
         except ModulesStayError:
             await link.end()  # so that the helper does not refuse the next order for this one
             raise
@@ -254,7 +263,7 @@ class ModuleMoves:
         move = self._begin(kv.num_own_pages, None)
         try:
             await self._free_in_time(kv.num_own_pages)
-            await self._load_weights()
+            await self._load_weights(self._beside)
         except ModulesStayError:
             if not self._is_lost:
                 kv.reopen()
@@ -273,7 +282,7 @@ class ModuleMoves:
         await self._free_beyond(kv.num_own_pages)
         try:
             move = self._begin(kv.num_own_pages, None)
-            await self._load_weights()
+            await self._load_weights(_at_once)
         except ModulesStayError as error:
             raise SessionLostError(f"{reason}, but cannot be: {error}") from None
         await self._switch(move, set())
@@ -313,10 +322,10 @@ class ModuleMoves:
                 await self._call_off(sequence)
             await self._turn_taken.wait()
 
-    async def _load_weights(self) -> None:
+    async def _load_weights(self, on_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         """Have the weights of all layers here. Raises ModulesStayError."""
         try:
-            await _in_thread(self._executor.load_freed_layers)
+            await on_thread(self._executor.load_freed_layers)
         except ModelError as error:
             raise ModulesStayError(f"the weights of {self.place.what} cannot be loaded: {error}") from None
 
@@ -347,8 +356,10 @@ class ModuleMoves:
         deadline_s = loop.time() + _LOADING_TIMEOUT_S
         while num_rounds < _MOST_ROUNDS:
             full = self._batch.full_pages() - copied
-            if len(full) > _FEW_PAGES:
-                await _in_thread(move.copy, sorted(full_page.page for full_page in full))
+            # The first round takes the memory too, which would be cold in the pause.
+            if len(full) > (_FEW_PAGES if num_rounds else 0):
+                pages = sorted(full_page.page for full_page in full)
+                await self._beside(functools.partial(move.copy, pages))
                 copied |= full
                 num_rounds += 1
             elif self._batch.num_loading_pages > _FEW_PAGES and loop.time() < deadline_s:
@@ -369,13 +380,18 @@ class ModuleMoves:
                 await self._loop.quiet()
                 needless = {full_page.page for full_page in copied & self._batch.full_pages()}
                 needless |= self._batch.unwritten_pages()
-                await _in_thread(move.copy, [page for page in kv.used_pages() if page not in needless])
+                pages = [page for page in kv.used_pages() if page not in needless]
+                await _at_once(lambda: move.copy(pages))
                 given_up = move.complete()
             finally:
                 self._resume()
                 self.meter.copied(move.copied_bytes)
         await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
         threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
+
+    async def _beside(self, call: Callable[[], None]) -> None:
+        """Make a call beside iterations, to the end, even if the caller is cancelled."""
+        await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call))
 
     def _hold(self) -> None:
         if self._held_s is None:
@@ -402,6 +418,12 @@ class _Slow(NamedTuple):
     why: str
 
 
-async def _in_thread(call: Callable[..., None], *arguments: object) -> None:
-    """Make a call beside the event loop and to the end, even if the caller is cancelled."""
-    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))
+async def _at_once(call: Callable[[], None]) -> None:
+    """Make a call while no iteration runs, to the end, even if the caller is cancelled."""
+    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call)))
+
+
+def _be_nice() -> None:
+    """Have the calling thread, and no other, yield its core to the others of this process."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import errno
 import functools
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -372,18 +374,23 @@ async def test_an_order_behind_a_refused_one_finds_the_helper_free(
 
 
 class Copies:
-    """The numbers of pages that moves have copied, beside iterations and between them."""
+    """The numbers of pages that moves have copied, beside iterations and between them, and the niceness of
+    the threads that did so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
         self._copy, self._loop = KVCacheMove.copy, pair.owner.decode._loop
         self.num_beside = self.num_between = 0
+        self.niceness_beside, self.niceness_between = set[int](), set[int]()
         monkeypatch.setattr(KVCacheMove, "copy", lambda move, pages: self._note(move, pages))
 
     def _note(self, move: KVCacheMove, pages: Sequence[int]) -> None:
+        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         if self._loop._is_held:
             self.num_between += len(pages)
+            self.niceness_between.add(niceness)
         else:
             self.num_beside += len(pages)
+            self.niceness_beside.add(niceness)
         self._copy(move, pages)
 
 
@@ -403,6 +410,23 @@ async def test_the_pages_of_a_request_that_migrates_here_are_copied_before_the_p
         assert copies.num_between <= module_moves._FEW_PAGES
         assert await move.finish()
         assert await tokens_of(decoded.answer) == expected
+        await pair.move(0)
+
+
+async def test_few_pages_are_copied_beside_iterations_too_by_a_thread_that_yields_to_them(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        decoded = pair.begin("moves", 200, pair.owner, 100)
+        await until(lambda: bool(decoded.answer.tokens))
+        copies, niceness = Copies(monkeypatch, pair), os.getpriority(os.PRIO_PROCESS, 0)
+        with Brake(pair.owner.executor).on():
+            moving = pair.order(1)
+            await until(lambda: copies.num_beside > 0)
+        assert (await pair.ended(moving)).error == ""
+        assert copies.num_beside >= 100 // BLOCK_SIZE
+        assert copies.niceness_beside == {niceness + module_moves._NICENESS}
+        assert copies.niceness_between == {niceness}
         await pair.move(0)
 
 
