@@ -41,6 +41,7 @@ SHORTER: dict[str, dict[str, str]] = {
         "--rates 1,2,3,4 --duration 120": "--rates 1,2 --duration 3",
         "--rates 1,2 --duration 60": "--rates 1,2 --duration 3",
         "--concurrency 32 --duration 20": "--concurrency 2 --duration 2",
+        "600/8 --concurrency 2 --num-requests 6": "600/8 --concurrency 2 --num-requests 2",
     },
     "planner": {"--devices 64": "--devices 16", "--devices 16 --ttft": "--devices 8 --ttft"},
     "simulator": {"--num-requests 10000": "--num-requests 200"},
