@@ -63,10 +63,13 @@ check: lint
 	$(BIN)/pytest -q -x $(ON_ALL_CORES) -m 'not cluster and not soak and not triton'
 
 # A test at the end needs vLLM: its environment is made meanwhile, which takes minutes. What becomes of that the test says.
+# Types, which one core checks, and unit tests, which wait now and then, share the cores.
 test: install
-	@$(BIN)/python -m benchmarks.peers.vllm_cpu &> $(VENV)/vllm.log & trap "kill $$! 2> /dev/null || true" EXIT; set -ex; \
-	  $(MAKE) lint; \
+	@$(BIN)/python -m benchmarks.peers.vllm_cpu &> $(VENV)/vllm.log & trap 'kill $$(jobs -p) 2> /dev/null || true' EXIT; \
+	  set -ex; \
+	  $(MAKE) lint & lint=$$!; \
 	  $(BIN)/pytest $(ON_ALL_CORES) -m 'not soak' --ignore tests/cluster; \
+	  wait $$lint; \
 	  $(BIN)/pytest $(THREE_AT_A_TIME) -m 'not soak' tests/cluster
 
 test-rdma: install
