@@ -10,6 +10,7 @@ Owns: llguidance, its limits, the cache of grammars. Does not know: the use of g
 import asyncio
 import contextlib
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +128,8 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
-        self.num_waiting = 0
+        self._lock = threading.Lock()
+        """Held while `_kept` is looked at or changed."""
 
     def prepare(self) -> None:
         """Load the vocabulary now, so that no stream waits for it later.
@@ -139,18 +141,27 @@ class Grammars:
 
     async def get(self, text: str) -> Grammar:
         """Return the compiled grammar of `text`. Raises GrammarError that names its fault."""
-        if (kept := self._kept.get(text)) is not None:
-            self._kept.move_to_end(text)
+        if (kept := self._kept_one(text)) is not None:
             return kept
-        self.num_waiting += 1
-        try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, text)
-        finally:
-            self.num_waiting -= 1
-        self._kept[text] = grammar
-        if len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._get, text)
+
+    def _get(self, text: str) -> Grammar:
+        """Return the grammar of `text`, in the thread: the first of many requests for it has it compiled."""
+        if (kept := self._kept_one(text)) is not None:
+            return kept
+        grammar = self.compile(text)
+        with self._lock:
+            self._kept[text] = grammar
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
         return grammar
+
+    def _kept_one(self, text: str) -> Grammar | None:
+        with self._lock:
+            kept = self._kept.get(text)
+            if kept is not None:
+                self._kept.move_to_end(text)
+            return kept
 
     def compile(self, text: str) -> Grammar:
         """Return the grammar of `text`, compiled in the caller's thread and not cached.

@@ -150,4 +150,10 @@ async def test_a_grammar_is_compiled_once_while_it_is_kept(vocabulary: Vocabular
     for number in range(32):
         await grammars.get(f'start: "again {number}"')
     assert await grammars.get('start: "a"') is not first
-    assert grammars.num_waiting == 0
+
+
+async def test_a_grammar_that_many_want_at_once_is_compiled_once(vocabulary: Vocabulary) -> None:
+    """The choices of an answer have one grammar, and others wait for the thread that compiles."""
+    grammars = Grammars(lambda: vocabulary)
+    first, *others = await asyncio.gather(*(grammars.get(OBJECT) for _ in range(8)))
+    assert all(other is first for other in others)
