@@ -103,9 +103,9 @@ class Offload:
         """
         return await self._queues[queue].do(task, tenant, body)
 
-    def num_waiting(self, queue: Queue) -> int:
-        """Return how many tasks of a queue have not ended."""
-        return self._queues[queue].num_waiting
+    def num_waiting(self, queue: Queue, tenant: str) -> int:
+        """Return how many tasks of a tenant wait in a queue."""
+        return self._queues[queue].num_waiting_of(tenant)
 
     def _new_process(self, number: int) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -142,6 +142,9 @@ class _WorkQueue:
             return await task.answered
         finally:
             self.num_waiting -= 1
+
+    def num_waiting_of(self, tenant: str) -> int:
+        return sum(not task.answered.done() for task in self._waiting.get(tenant, ()))
 
     async def run(self) -> None:
         while True:

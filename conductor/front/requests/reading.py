@@ -39,6 +39,7 @@ MAX_BRIEF_BYTES = 8192
 """Bytes of a short body at most. Reading more takes milliseconds, which would delay streams."""
 _MAX_SHORT_BYTES = 1 << 18
 _MAX_WAITING_GRAMMARS = 16
+"""Grammars of one API key that may wait to be compiled."""
 _MAX_GRAMMARS_KEPT = 32
 
 FindCache = Callable[[str], Beginning]
@@ -133,10 +134,11 @@ class Reading:
         if grammar.text in good:
             good.move_to_end(grammar.text)
             return
-        if (num_waiting := self._offload.num_waiting(Queue.GRAMMAR)) >= _MAX_WAITING_GRAMMARS:
-            raise OverloadedError(f"{num_waiting} grammars are being compiled", RETRY_AFTER_S)
+        tenant = _tenant(key)
+        if (num_waiting := self._offload.num_waiting(Queue.GRAMMAR, tenant)) >= _MAX_WAITING_GRAMMARS:
+            raise OverloadedError(f"{num_waiting} of your grammars wait to be compiled", RETRY_AFTER_S)
         try:
-            await self._offload.do(Queue.GRAMMAR, grammar.text, _tenant(key))
+            await self._offload.do(Queue.GRAMMAR, grammar.text, tenant)
         except GrammarError as error:
             raise RequestError(
                 f"{grammar.field}: {error}", param=grammar.field, code="invalid_schema"
