@@ -20,6 +20,9 @@ MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 512
 MAX_CACHE_NAME_CHARS = 64
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 4096
+"""Most tokens of all bad words together, as each choice of an answer carries them."""
+MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TOP_LOGPROBS = 20
@@ -155,7 +158,7 @@ class GenerationFields(BaseModel):
     priority: Priority | None = Field(None, description="lower goes first")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     stop: SkipValidation[Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None] = None
-    stop_token_ids: ListOf[SkipValidation[int]] | None = None
+    stop_token_ids: Annotated[ListOf[SkipValidation[int]], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None

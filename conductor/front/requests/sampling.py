@@ -11,7 +11,12 @@ import msgspec
 from conductor.front.errors import tokens_in_words
 from conductor.front.openai.model import FrontTokenizer, ServedModel
 from conductor.front.openai.prompt import check_token_ids
-from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, shortened
+from conductor.front.openai.schema import (
+    MAX_BAD_WORD_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    shortened,
+)
 from conductor.front.requests.grammars import WantedGrammar
 from mooncake.errors import RequestError
 from mooncake.messages.requests import SamplingParams
@@ -113,7 +118,15 @@ def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], .
         forms.append(tuple(bare))
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             forms.append(tuple(spaced))
-    return tuple(dict.fromkeys(forms))
+    distinct = tuple(dict.fromkeys(forms))
+    if (num_tokens := sum(map(len, distinct))) > MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words: they have {tokens_in_words(num_tokens)} together, and at most {MAX_BAD_WORD_TOKENS}"
+            " are allowed",
+            param="bad_words",
+            code="invalid_value",
+        )
+    return distinct
 
 
 def _encode(text: str, tokenizer: FrontTokenizer, path: str) -> list[int]:

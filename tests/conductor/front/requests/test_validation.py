@@ -99,6 +99,7 @@ def completion(**fields: Any) -> Job:
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"bad_words": ["x", " "]}, "bad_words[1]"),
         ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"bad_words": [f"{number:01000}" for number in range(5)]}, "bad_words"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
@@ -379,6 +380,7 @@ def test_default_output_length_is_cut_to_the_pool() -> None:
         ),
         ({"bad_words": ["x"] * 200}, "bad_words", (128, 200)),
         ({"logit_bias": {str(n): 1 for n in range(1030)}}, "logit_bias", (1024, 1030)),
+        ({"stop_token_ids": [n % 200 for n in range(1025)]}, "stop_token_ids", (1024, 1025)),
         ({"chat_template_kwargs": {f"k{n}": 1 for n in range(33)}}, "chat_template_kwargs", (32, 33)),
     ],
 )
