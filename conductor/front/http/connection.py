@@ -10,6 +10,7 @@ connections there may be (`sharing`).
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections import deque
 from dataclasses import dataclass, field
@@ -28,12 +29,14 @@ from conductor.front.http.request_parser import (
     RequestParser,
     TunnelRequestedError,
 )
-from conductor.front.http.sharing import ConnectionTable, PipelineTurns, UploadBudget
+from conductor.front.http.sharing import ConnectionTable, ReadingTurns, UploadBudget
 from conductor.front.http.timers import Timeouts, Timer
 from mooncake.errors import RequestError
 
 _MAX_BUFFERED_BYTES = 1 << 16
 """Bytes of a request's body that wait for the application before the client has to wait."""
+_MAX_PIECES_AT_ONCE = 16
+"""Pieces of a chunked body that are parsed before other connections have their turn."""
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ class Serving:
     table: ConnectionTable
     uploads: UploadBudget["Connection"]
     loop: asyncio.AbstractEventLoop
-    turns: PipelineTurns = field(default_factory=PipelineTurns)
+    turns: ReadingTurns = field(default_factory=ReadingTurns)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """The tasks of requests that the application answers."""
     is_ending: bool = False
@@ -80,6 +83,8 @@ class Connection(asyncio.Protocol):
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._is_reading = True
+        self._awaits_turn = False
+        """Whether received bytes wait for this connection's turn to be parsed."""
         self._request_timer, self._idle_timer, self._send_timer = Timer(), Timer(), Timer()
         serving.table.accepted(self)
 
@@ -117,11 +122,16 @@ class Connection(asyncio.Protocol):
 
     def _read_on(self) -> None:
         """Parse received bytes up to the end of the next request to be answered."""
-        if self._transport.is_closing():
-            return
-        while self._parser.num_unread_bytes and not self._transport.is_closing():
+        for num_pieces in itertools.count():
+            if self._transport.is_closing():
+                return
+            if not self._parser.num_unread_bytes:
+                break
             if self._answering is not None and self._answering.has_arrived:
                 self._pause_reading()
+                return
+            if num_pieces == _MAX_PIECES_AT_ONCE:
+                self._read_later()
                 return
             try:
                 self._parser.parse_piece()
@@ -130,6 +140,17 @@ class Connection(asyncio.Protocol):
             except InvalidRequestError as error:
                 self._refuse("400 Bad Request", str(error), "invalid_http")
         self.resume_reading()
+
+    def _read_later(self) -> None:
+        """Parse further when it is this connection's turn."""
+        self._pause_reading()
+        if not self._awaits_turn:
+            self._awaits_turn = True
+            self._serving.turns.add(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._awaits_turn = False
+        self._read_on()
 
     def resume_reading(self) -> None:
         """Resume reading, unless received bytes wait for the parser or the application."""
@@ -224,8 +245,7 @@ class Connection(asyncio.Protocol):
         elif self._parser.arrival is Arrival.NOTHING:
             self._wait()
         if self._parser.num_unread_bytes:
-            self._pause_reading()
-            self._serving.turns.add(self._read_on)
+            self._read_later()
         else:
             self.resume_reading()
 
@@ -251,10 +271,12 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._can_write.clear()
         self._start_send_timer()
+        self._serving.table.stalls(self)
 
     def resume_writing(self) -> None:
         self._can_write.set()
         self._send_timer.stop()
+        self._serving.table.reads_on(self)
 
     def _start_send_timer(self) -> None:
         if self._scope["scheme"] == "https" and self._transport.is_closing():

@@ -14,10 +14,13 @@ from mooncake.security.waiting_peers import WaitingPeers
 
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
 """Connections that may wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
+MAX_STALLED = 256
+"""Connections whose clients have stopped reading a response: up to 250 KiB of memory and two descriptors
+each."""
 CROWD_LEN = 64
 """The number of ended connections after which memory is returned to the system."""
-MAX_PIPELINED_AT_ONCE = 16
-"""Connections that may start a pipelined request in one turn of the event loop."""
+MAX_READ_AT_ONCE = 16
+"""Connections whose received bytes are parsed further in one turn of the event loop."""
 _SHARE_OF_DESCRIPTORS = 4
 """The divisor of the process's descriptors that gives the limit of connections.
 
@@ -42,8 +45,8 @@ class ConnectionTable:
     """The open connections of a server.
 
     *Waiting* connections have no request to be answered: they are new, idle, or their request is still
-    arriving. *Closing* connections have a response that the client has not taken. If there are too many of a
-    kind, the oldest is closed.
+    arriving. *Closing* connections have a response that the client has not taken. The clients of *stalled*
+    connections have stopped reading a response. If there are too many of a kind, the oldest is closed.
     """
 
     def __init__(self, *, is_tls: bool) -> None:
@@ -54,19 +57,22 @@ class ConnectionTable:
         most = _max_waiting(MAX_WAITING_TLS if is_tls else MAX_WAITING)
         self._waiting = WaitingPeers[Evictable](most, lambda connection: connection.make_room())
         self._closing = WaitingPeers[Evictable](most, lambda connection: connection.abort())
-        self._peak_waiting = 0
-        """Most waiting connections since `crowd_has_gone` was last true."""
+        self._stalled = WaitingPeers[Evictable](
+            _max_waiting(MAX_STALLED), lambda connection: connection.abort()
+        )
+        self._peak_open = 0
+        """Most open connections since `crowd_has_gone` was last true."""
 
     def accepted(self, connection: Evictable) -> None:
         """Add a new connection, which waits for its first request."""
         self.open.add(connection)
+        self._peak_open = max(self._peak_open, len(self.open))
         self.has_emptied.clear()
         self.waits(connection)
 
     def waits(self, connection: Evictable) -> None:
         """Record that a connection waits for its next request."""
         self._waiting.enter(connection)
-        self._peak_waiting = max(self._peak_waiting, len(self._waiting))
 
     def is_served(self, connection: Evictable) -> None:
         """Record that the request of a connection has arrived completely."""
@@ -77,24 +83,32 @@ class ConnectionTable:
         self._waiting.leave(connection)
         self._closing.enter(connection)
 
+    def stalls(self, connection: Evictable) -> None:
+        """Record that the client of a connection has stopped reading a response."""
+        self._stalled.enter(connection)
+
+    def reads_on(self, connection: Evictable) -> None:
+        """Record that the client of a stalled connection reads again."""
+        self._stalled.leave(connection)
+
     def lost(self, connection: Evictable) -> None:
         """Remove a connection that has ended. Idempotent."""
-        self._waiting.leave(connection)
-        self._closing.leave(connection)
+        for peers in (self._waiting, self._closing, self._stalled):
+            peers.leave(connection)
         self.open.discard(connection)
         if not self.open:
             self.has_emptied.set()
 
     def make_room(self) -> bool:
         """Close the connection that has waited longest. Returns whether there was one."""
-        return self._closing.make_room() or self._waiting.make_room()
+        return any(peers.make_room() for peers in (self._closing, self._waiting, self._stalled))
 
     def crowd_has_gone(self) -> bool:
-        """Return whether `CROWD_LEN` waiting connections have ended since the last call that returned
+        """Return whether `CROWD_LEN` more connections have ended than begun since the last call that returned
         True."""
-        has_gone = self._peak_waiting - len(self._waiting) >= CROWD_LEN
+        has_gone = self._peak_open - len(self.open) >= CROWD_LEN
         if has_gone:
-            self._peak_waiting = len(self._waiting)
+            self._peak_open = len(self.open)
         return has_gone
 
 
@@ -134,10 +148,10 @@ class UploadBudget(Generic[Sender]):
         self._total_bytes -= self._num_bytes.pop(sender, 0)
 
 
-class PipelineTurns:
-    """A queue that lets a few connections start pipelined requests in each turn of the event loop.
+class ReadingTurns:
+    """A queue that lets a few connections parse more of what they have received in each turn of the loop.
 
-    So a new request is answered soon, however many are pipelined.
+    So a new request is answered soon, however many are pipelined, and however small the chunks of bodies.
     """
 
     def __init__(self) -> None:
@@ -156,6 +170,6 @@ class PipelineTurns:
 
     def _run(self) -> None:
         self._is_due = False
-        for _ in range(min(MAX_PIPELINED_AT_ONCE, len(self._waiting))):
+        for _ in range(min(MAX_READ_AT_ONCE, len(self._waiting))):
             self._waiting.popleft()()
         self._schedule()

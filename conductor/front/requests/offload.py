@@ -22,7 +22,7 @@ import struct
 import time
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,9 @@ from mooncake.errors import MooncakeError, OverloadedError, RequestError
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
 """Tasks of a queue that may wait, of all tenants and of one."""
+MAX_WAITING_BYTES, MAX_WAITING_BYTES_OF_TENANT = 64 << 20, 32 << 20
+"""Bytes of bodies that may wait in a queue, of all tenants and of one, but that a tenant may always have one
+body there."""
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
 """Processor seconds and bytes of new memory that one task may take."""
@@ -118,6 +121,7 @@ class Offload:
 class _Task(NamedTuple):
     value: Any
     body: Pieces
+    num_bytes: int
     answered: asyncio.Future[TaskResult]
 
 
@@ -129,19 +133,33 @@ class _WorkQueue:
         self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()
         self._has_come = asyncio.Event()
         self.num_waiting = 0
+        self._num_bytes = 0
+        """Bytes of the bodies that wait."""
 
     async def do(self, value: Any, tenant: str, body: Pieces) -> TaskResult:
-        queue = self._waiting.setdefault(tenant, deque())
-        if self.num_waiting >= MAX_WAITING or len(queue) >= MAX_WAITING_OF_TENANT:
+        queue, num_bytes = self._waiting.setdefault(tenant, deque()), sum(map(len, body))
+        if (
+            self.num_waiting >= MAX_WAITING
+            or len(queue) >= MAX_WAITING_OF_TENANT
+            or (queue and self._has_no_room(queue, num_bytes))
+        ):
             raise OverloadedError(f"{self.num_waiting} requests are being read", RETRY_AFTER_S)
-        task = _Task(value, body, asyncio.get_running_loop().create_future())
+        task = _Task(value, body, num_bytes, asyncio.get_running_loop().create_future())
         queue.append(task)
         self.num_waiting += 1
+        self._num_bytes += num_bytes
         self._has_come.set()
         try:
             return await task.answered
         finally:
             self.num_waiting -= 1
+
+    def _has_no_room(self, queue: Iterable[_Task], num_bytes: int) -> bool:
+        num_of_tenant = sum(task.num_bytes for task in queue)
+        return (
+            self._num_bytes + num_bytes > MAX_WAITING_BYTES
+            or num_of_tenant + num_bytes > MAX_WAITING_BYTES_OF_TENANT
+        )
 
     def num_waiting_of(self, tenant: str) -> int:
         return sum(not task.answered.done() for task in self._waiting.get(tenant, ()))
@@ -162,6 +180,8 @@ class _WorkQueue:
                 task = queue.popleft() if queue else None
                 if not queue:
                     del self._waiting[tenant]
+                if task is not None:
+                    self._num_bytes -= task.num_bytes
                 if task is not None and not task.answered.done():
                     return task
             self._has_come.clear()

@@ -303,6 +303,42 @@ def test_a_header_cannot_end_early(client: Client) -> None:
         client.answered(headers=[(b"x-name", b"value\r\nother: x")])
 
 
+async def test_small_chunks_are_parsed_some_at_a_time(client: Client) -> None:
+    """Each takes as long as a large one: a body of them would hold up all others."""
+    num_chunks = 5000
+    client.ask(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    client.ask(b"1\r\nx\r\n" * num_chunks + b"0\r\n\r\n")
+    num_turns, num_bytes = 0, 0
+    while True:
+        message: Any = None
+        try:
+            client.receive().send(None)  # type: ignore[attr-defined]
+        except StopIteration as returned:
+            message = returned.value
+        assert message is not None
+        assert len(message["body"]) < num_chunks / 4
+        num_bytes += len(message["body"])
+        if not message["more_body"]:
+            break
+        assert not client.transport.is_reading
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_bytes == num_chunks
+    assert num_turns > 4
+    assert client.transport.is_reading
+
+
+async def test_a_client_that_stops_reading_can_make_room(client: Client) -> None:
+    client.ask()
+    assert not client.table.make_room()
+    client.connection.pause_writing()
+    client.connection.resume_writing()
+    assert not client.table.make_room()
+    client.connection.pause_writing()
+    assert client.table.make_room()
+    assert client.transport.is_aborted
+
+
 def test_a_body_that_nobody_receives_makes_the_client_wait(client: Client) -> None:
     client.ask(b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
     client.ask(bytes(1 << 17))

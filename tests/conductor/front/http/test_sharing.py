@@ -8,9 +8,9 @@ import pytest
 from conductor.front.http import sharing
 from conductor.front.http.sharing import (
     CROWD_LEN,
-    MAX_PIPELINED_AT_ONCE,
+    MAX_READ_AT_ONCE,
     ConnectionTable,
-    PipelineTurns,
+    ReadingTurns,
     UploadBudget,
 )
 
@@ -57,10 +57,36 @@ async def test_one_that_closes_counts_until_it_is_lost(table: ConnectionTable) -
     assert not any(connection.abort.called for connection in (new, *others)), "the others have ended"
 
 
-async def test_a_crowd_has_gone_once() -> None:
+async def test_of_those_whose_clients_read_nothing_the_one_that_has_not_for_longest_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharing, "MAX_STALLED", 2)
+    table = ConnectionTable(is_tls=False)
+    slow, stalled, *others = connections(4)
+    for connection in (slow, stalled, *others):
+        table.accepted(connection)
+        table.is_served(connection)
+    table.stalls(slow)
+    table.stalls(stalled)
+    table.reads_on(slow)
+    table.stalls(slow)
+    table.stalls(others[0])
+    assert stalled.abort.called
+    assert not any(connection.abort.called for connection in (slow, *others))
+    table.lost(slow)
+    table.stalls(others[1])
+    assert not any(connection.abort.called for connection in others)
+    assert table.make_room()
+    assert others[0].abort.called
+
+
+@pytest.mark.parametrize("are_served", [False, True])
+async def test_a_crowd_has_gone_once(are_served: bool) -> None:
     table, crowd = ConnectionTable(is_tls=False), connections(CROWD_LEN)
     for connection in crowd:
         table.accepted(connection)
+        if are_served:
+            table.is_served(connection)
     assert not table.crowd_has_gone()
     for connection in crowd:
         table.lost(connection)
@@ -85,13 +111,13 @@ def test_whoever_has_been_sending_for_longest_makes_room() -> None:
     assert evicted == ["slow", "another"]
 
 
-async def test_a_few_pipelines_go_on_in_each_turn_of_the_loop_and_in_order() -> None:
-    turns, done = PipelineTurns(), list[int]()
-    for number in range(2 * MAX_PIPELINED_AT_ONCE + 1):
+async def test_a_few_connections_go_on_in_each_turn_of_the_loop_and_in_order() -> None:
+    turns, done = ReadingTurns(), list[int]()
+    for number in range(2 * MAX_READ_AT_ONCE + 1):
         turns.add(lambda number=number: done.append(number))  # type: ignore[misc]
     nums_done = []
-    while len(done) < 2 * MAX_PIPELINED_AT_ONCE + 1:
+    while len(done) < 2 * MAX_READ_AT_ONCE + 1:
         await asyncio.sleep(0)
         nums_done.append(len(done))
-    assert done == list(range(2 * MAX_PIPELINED_AT_ONCE + 1))
-    assert nums_done == [MAX_PIPELINED_AT_ONCE, 2 * MAX_PIPELINED_AT_ONCE, 2 * MAX_PIPELINED_AT_ONCE + 1]
+    assert done == list(range(2 * MAX_READ_AT_ONCE + 1))
+    assert nums_done == [MAX_READ_AT_ONCE, 2 * MAX_READ_AT_ONCE, 2 * MAX_READ_AT_ONCE + 1]

@@ -148,3 +148,24 @@ async def test_what_nobody_waits_for_is_not_begun_and_too_much_is_refused(
     await asyncio.gather(first, there, other)
     assert told.read_text() == "there\n"
     assert [offload.num_waiting(Queue.SHORT, tenant) for tenant in "ab"] == [0, 0]
+
+
+async def test_bodies_that_wait_are_bounded_and_each_tenant_may_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: Offload
+) -> None:
+    monkeypatch.setattr("conductor.front.requests.offload.MAX_WAITING_BYTES", 25)
+    monkeypatch.setattr("conductor.front.requests.offload.MAX_WAITING_BYTES_OF_TENANT", 15)
+    go, body = tmp_path / "go", [b"12345", b"67890"]
+
+    def ask(tenant: str) -> asyncio.Task[TaskResult]:
+        return asyncio.create_task(offload.do(Queue.SHORT, "", tenant, body))
+
+    first = asyncio.create_task(offload.do(Queue.SHORT, ("wait for", str(go)), "a"))
+    await begun(go)
+    tasks = [ask(tenant) for tenant in "aabbcc"]
+    await asyncio.sleep(0)
+    go.touch()
+    await first
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(answer, OverloadedError) for answer in answers] == [False, True] * 3
+    assert isinstance(await ask("a"), TaskResult)
