@@ -4,9 +4,11 @@ Owns: the HTTP listener, in a thread of its own. Does not know: the metrics.
 """
 
 import errno
+import math
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_CONNECTIONS = 8
 _CLIENT_TIMEOUT_S = 5.0
+_KEPT_S = 0.1
+"""Seconds for which the text is cached. Scrapes need no key, so constant scraping must take little from the
+computation beside it."""
 
 
 @dataclass(slots=True)
@@ -54,7 +59,7 @@ def listening(address: str, model_name: str, status: ListenerState) -> Iterator[
     PlatformCollector(registry=registry)
     try:
         host, port = host_and_port(address)
-        handler = partial(_Handler, registry, model_name, status)
+        handler = partial(_Handler, _Metrics(registry, model_name, status), status)
         server = (_IPv6Server if ":" in host else _Server)((host, port), handler, bind_and_activate=True)
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
@@ -67,6 +72,28 @@ def listening(address: str, model_name: str, status: ListenerState) -> Iterator[
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Metrics:
+    """The text of `/metrics`, for several threads."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, status: ListenerState) -> None:
+        self._registry, self._model_name, self._status = registry, model_name, status
+        self._lock = threading.Lock()
+        self._report: InstanceReport | None = None
+        self._text, self._made_s = b"", -math.inf
+
+    def text(self) -> bytes:
+        """Return the text, at most `_KEPT_S` old and of the latest report."""
+        with self._lock:
+            now_s, report = time.monotonic(), self._status.report
+            if now_s > self._made_s + _KEPT_S or report is not self._report:
+                reports = [] if report is None else [report]
+                self._text = (
+                    generate_latest(self._registry) + instance_text(reports, self._model_name).encode()
+                )
+                self._report, self._made_s = report, now_s
+            return self._text
 
 
 class _Server(ThreadingHTTPServer):
@@ -109,20 +136,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def __init__(
         self,
-        registry: CollectorRegistry,
-        model_name: str,
+        metrics: _Metrics,
         status: ListenerState,
         *connection: object,
     ) -> None:
-        self._registry, self._model_name, self._status = registry, model_name, status
+        self._metrics, self._status = metrics, status
         super().__init__(*connection)  # type: ignore[arg-type]  # it serves the connection
 
     def do_GET(self) -> None:
         status = self._status
         if self.path == "/metrics":
-            reports = [] if status.report is None else [status.report]
-            text = generate_latest(self._registry) + instance_text(reports, self._model_name).encode()
-            self._answer(200, text, CONTENT_TYPE_LATEST)
+            self._answer(200, self._metrics.text(), CONTENT_TYPE_LATEST)
         elif self.path == "/ready":
             if status.is_registered:
                 self._answer(200, b"ready\n")

@@ -7,14 +7,13 @@ Owns: these pages. Does not know: what the routes do, which key they need.
 
 from html import escape
 from importlib.metadata import version
-from importlib.resources import as_file, files
+from importlib.resources import files
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Match
-from starlette.staticfiles import StaticFiles
 
 _LINKS = {
     "docs": "/docs",
@@ -26,6 +25,12 @@ _LINKS = {
     "dashboard": "/dashboard",
 }
 _ASSETS = "/docs/assets"
+_MEDIA_TYPES = {
+    "favicon.png": "image/png",
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+}
+"""Files of Swagger UI, kept in memory: a client that reads nothing must not hold one open."""
 _HEADERS = {
     # Swagger UI is begun by a script within its page, and has styles and pictures of its own.
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline';"
@@ -41,8 +46,9 @@ def add_pages(app: FastAPI, model_name: str) -> None:
 
     To be called after the other routes, as the pages link only paths that are served.
     """
-    with as_file(files("fastapi_offline") / "static") as folder:
-        app.mount(_ASSETS, StaticFiles(directory=folder))
+    for name, media_type in _MEDIA_TYPES.items():
+        content = files("fastapi_offline").joinpath("static", name).read_bytes()
+        _add_asset(app, f"{_ASSETS}/{name}", content, media_type)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
@@ -67,6 +73,12 @@ def add_pages(app: FastAPI, model_name: str) -> None:
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(html, headers={**_HEADERS, "vary": "accept"})
         return JSONResponse({**facts, "links": links}, headers={"vary": "accept"})
+
+
+def _add_asset(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    @app.get(path, include_in_schema=False)
+    async def asset() -> Response:
+        return Response(content, media_type=media_type)
 
 
 def _is_served(app: FastAPI, path: str) -> bool:

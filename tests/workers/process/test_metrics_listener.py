@@ -6,6 +6,7 @@ import struct
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from mooncake.errors import ConfigError
 from mooncake.messages.heartbeats import Heartbeat
@@ -29,6 +30,24 @@ def test_the_latest_heartbeat_and_the_process_are_told() -> None:
         assert of(samples, "mooncake_instance_requests", instance="p0", state="waiting") == 2
         assert of(samples, "vllm:kv_cache_usage_perc", model_name="model", engine="p0") == 0.7
         assert of(samples, "process_resident_memory_bytes") > 0
+
+
+def test_a_text_is_made_once_for_many_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_listener, "_KEPT_S", 10 * DEADLINE_S)
+    num_made = 0
+
+    def counted(registry: CollectorRegistry) -> bytes:
+        nonlocal num_made
+        num_made += 1
+        return generate_latest(registry)
+
+    monkeypatch.setattr(metrics_listener, "generate_latest", counted)
+    status = ListenerState(Role.DECODE)
+    with listening("127.0.0.1:0", "model", status) as port:
+        for status.report in (REPORT, REPORT._replace(num_device_pages=200)):
+            for _ in range(3):
+                httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).raise_for_status()
+    assert num_made == 2
 
 
 def test_ready_is_what_the_conductor_says() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import select
 import shutil
 import socket
 import ssl
@@ -97,6 +98,20 @@ def test_one_that_has_had_its_answer_waits_again(tmp_path: Path) -> None:
         assert served.recv(15) == b"HTTP/1.1 200 OK"
         with connections(front.url, 2 * MOST):
             rest(served)
+        assert answers(front.url)
+
+
+def test_those_that_read_nothing_of_an_answer_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "MAX_STALLED", MOST)
+    ask = b"GET /docs/assets/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n"
+    with running_front(tmp_path, byte_model()) as front, connections(front.url, 2 * MOST) as stalled:
+        for peer in stalled:
+            peer.sendall(ask * 10)
+        ends = select.poll()
+        ends.register(stalled[0], select.POLLHUP)
+        assert ends.poll(1000 * DEADLINE_S)
         assert answers(front.url)
 
 
