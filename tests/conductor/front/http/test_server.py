@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import errno
 import json
-import select
 import shutil
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from conductor.front.http import server, sharing
+from conductor.front.http.connection import Connection
 from conductor.front.http.server import HttpServer
 from conductor.front.http.timers import Timeouts
 from mooncake.messages.requests import Request
@@ -104,14 +105,20 @@ def test_one_that_has_had_its_answer_waits_again(tmp_path: Path) -> None:
 def test_those_that_read_nothing_of_an_answer_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sharing, "MAX_WAITING", 4 * MOST)
     monkeypatch.setattr(sharing, "MAX_STALLED", MOST)
+    abort, has_ended = Connection.abort, threading.Event()
+
+    def noted_abort(connection: Connection) -> None:
+        abort(connection)
+        has_ended.set()
+
+    monkeypatch.setattr(Connection, "abort", noted_abort)
     ask = b"GET /docs/assets/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n"
     with running_front(tmp_path, byte_model()) as front, connections(front.url, 2 * MOST) as stalled:
         for peer in stalled:
             peer.sendall(ask * 10)
-        ends = select.poll()
-        ends.register(stalled[0], select.POLLHUP)
-        assert ends.poll(1000 * DEADLINE_S)
+        assert has_ended.wait(DEADLINE_S)
         assert answers(front.url)
 
 
