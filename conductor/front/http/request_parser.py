@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import httptools
 
 MAX_HEAD_BYTES = 1 << 16
+MAX_HEADERS = 256
+"""Most headers of a request: thousands of short ones take tens of milliseconds of the event loop."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _CHUNKED_PIECE_BYTES = 256
@@ -76,6 +78,8 @@ class RequestParser:
         """Number of bytes since the last complete head or piece of a body, which the parser keeps."""
         self._num_body_bytes_left = 0
         """Bytes of a body of known length that are still to come."""
+        self._num_excess_bytes = 0
+        """Bytes of a chunked body's framing, less those of its content: each chunk takes processor time."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
@@ -112,10 +116,16 @@ class RequestParser:
         if end == len(self._unread):
             self.clear()
         self._num_unparsed_bytes += len(piece)
+        if self.arrival is Arrival.BODY and not self._num_body_bytes_left:
+            self._num_excess_bytes += len(piece)
         try:
             self._feed(piece)
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, InvalidRequestError):  # of a callback
+                raise error.__context__ from None
             raise InvalidRequestError("the request is not valid HTTP/1.1") from None
+        if self._num_excess_bytes > MAX_HEAD_BYTES:
+            raise InvalidRequestError("the chunks of the request's body are too small; send larger ones")
         if self._num_unparsed_bytes > MAX_HEAD_BYTES:
             raise InvalidRequestError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
 
@@ -142,7 +152,7 @@ class RequestParser:
         if self._is_cut_off:
             return
         self.arrival, self._url, self._headers = Arrival.HEAD, b"", []
-        self._num_body_bytes_left, self._expects_continue = 0, False
+        self._num_body_bytes_left, self._num_excess_bytes, self._expects_continue = 0, 0, False
         self._listener.request_began()
 
     def on_url(self, part: bytes) -> None:
@@ -156,6 +166,8 @@ class RequestParser:
             self._num_body_bytes_left = int(value)
         elif name == b"expect":
             self._expects_continue = value.lower() == b"100-continue"
+        if len(self._headers) == MAX_HEADERS:
+            raise InvalidRequestError(f"the request has more than {MAX_HEADERS} headers")
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -182,6 +194,8 @@ class RequestParser:
         self._num_unparsed_bytes = 0
         if self._num_body_bytes_left:
             self._num_body_bytes_left -= len(part)
+        else:
+            self._num_excess_bytes -= 2 * len(part)
         self._listener.body_arrived(part)
 
     def on_message_complete(self) -> None:

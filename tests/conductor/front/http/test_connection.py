@@ -328,6 +328,40 @@ async def test_small_chunks_are_parsed_some_at_a_time(client: Client) -> None:
     assert client.transport.is_reading
 
 
+async def turns_of(client: Client) -> None:
+    """Until no received bytes wait for their turn."""
+    while not client.transport.is_reading and not client.transport.is_closing():
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "is_refused"), [(b"1\r\nx\r\n", True), (b"10\r\n0123456789abcdef\r\n", False)]
+)
+async def test_a_body_that_is_mostly_framing_is_refused(
+    client: Client, chunk: bytes, is_refused: bool
+) -> None:
+    client.ask(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    client.answered()
+    client.ask(chunk * 20_000 + b"0\r\n\r\n")
+    await turns_of(client)
+    assert client.transport.is_closed == is_refused
+    if not is_refused:
+        client.ask(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 100)
+        assert len(client.scopes) == 2
+
+
+def test_more_headers_than_any_client_sends_are_refused(client: Client) -> None:
+    few = b"".join(b"X-%d: \r\n" % number for number in range(256))
+    client.ask(b"GET / HTTP/1.1\r\n" + few + b"\r\n")
+    assert len(client.scopes) == 1
+    client.answered()
+    client.ask(b"GET / HTTP/1.1\r\n" + few + b"One-more: \r\n\r\n")
+    assert len(client.scopes) == 1
+    assert b" 400 " in client.transport.written
+    assert b"more than 256 headers" in client.transport.written
+    assert client.transport.is_closed
+
+
 async def test_a_client_that_stops_reading_can_make_room(client: Client) -> None:
     client.ask()
     assert not client.table.make_room()
