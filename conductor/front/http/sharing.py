@@ -15,8 +15,7 @@ from mooncake.security.waiting_peers import WaitingPeers
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
 """Connections that may wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
 MAX_STALLED = 256
-"""Connections whose clients have stopped reading a response: up to 250 KiB of memory and two descriptors
-each."""
+"""Connections whose clients have stopped reading a response, each with the rest of it in memory."""
 CROWD_LEN = 64
 """The number of ended connections after which memory is returned to the system."""
 MAX_READ_AT_ONCE = 16
