@@ -30,6 +30,7 @@ _CONTEXT_TOKENS = 8
 # Several times what the longest tokens have; the encoder is tried on every beginning of every added token.
 _MAX_TOKEN_CHARS = 1024
 _MAX_ADDED_CHARS_SQUARED = 1 << 26
+_MAX_TOKENS_AROUND = 64  # of each text: a few special ones at its ends
 _MAX_WINDOW_TOKENS = 16  # while text flows
 _MAX_BROKEN_TOKENS = 32  # when so many tokens end in replacement characters, the bytes are not UTF-8 at all
 
@@ -306,6 +307,14 @@ def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:
     added = backend.get_added_tokens_decoder().values()
     if sum(len(token.content) ** 2 for token in added) > _MAX_ADDED_CHARS_SQUARED:
         raise ModelError(f"{path}: the tokenizer's {len(added)} added tokens are too many of that length")
+    if (num_around := backend.num_special_tokens_to_add(is_pair=False)) > _MAX_TOKENS_AROUND:
+        raise ModelError(
+            f"{path}: the tokenizer adds {num_around} tokens to each text, expected at most"
+            f" {_MAX_TOKENS_AROUND}"
+        )
+    unknown = [token_id for token_id in backend.encode("").ids if backend.id_to_token(token_id) is None]
+    if unknown:
+        raise ModelError(f"{path}: the tokenizer adds the token {unknown[0]} to each text and has none such")
     template = wrapped.chat_template
     templates = template.values() if isinstance(template, dict) else [template]
     if not all(isinstance(each, str | None) for each in templates):

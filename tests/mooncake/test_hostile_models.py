@@ -342,6 +342,25 @@ def _long_added_tokens(fields: dict[str, Any]) -> None:
     ]
 
 
+def _tokens_around(fields: dict[str, Any], ids: list[int], times: int) -> None:
+    special = {"SpecialToken": {"id": "x", "type_id": 0}}
+    text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [special] * times + [text],
+        "pair": [text, other],
+        "special_tokens": {"x": {"id": "x", "ids": ids, "tokens": ["x"] * len(ids)}},
+    }
+
+
+def _many_tokens_around(fields: dict[str, Any]) -> None:
+    _tokens_around(fields, [1] * 100, 100)
+
+
+def _unknown_token_around(fields: dict[str, Any]) -> None:
+    _tokens_around(fields, [1 << 31], 1)
+
+
 def _no_tokens(fields: dict[str, Any]) -> None:
     fields["model"] |= {"vocab": {}, "merges": []}
     fields["added_tokens"] = []
@@ -356,7 +375,11 @@ def _unknown_model(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_long_token, _long_added_tokens, _no_tokens, _no_vocabulary, _unknown_model]
+    "change",
+    [
+        *(_long_token, _long_added_tokens, _many_tokens_around, _unknown_token_around),
+        *(_no_tokens, _no_vocabulary, _unknown_model),
+    ],
 )
 def test_tokenizer_that_is_none_or_takes_too_much(
     model: Path, change: Callable[[dict[str, Any]], None]
