@@ -1,8 +1,8 @@
 """A trial run of the programs that a model contains, in a process of its own with limits.
 
 A chat template is one: compiling it, which computes its constants, or rendering a greeting can take unbounded
-memory and time, and Jinja's sandbox bounds neither. The normalization of a tokenizer is another: a few
-replacements in a row make gigabytes of a word.
+memory and time, and Jinja's sandbox bounds neither. The normalization of a tokenizer is another, and so is
+its decoding: a few replacements in a row make gigabytes of a word.
 
 Owns: this process and its limits. Does not know: where templates come from; their other errors, which are
 reported when they are used.
@@ -32,7 +32,8 @@ _TOKENIZER = f"its tokenizer takes more than {{}} for a text of {len(_TEXT):,} c
 
 
 def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: int = _MAX_CPU_S) -> None:
-    """Render a greeting with each template, and split a text as `tokenizer` does, in a process with limits.
+    """Render a greeting with each template, and encode and decode a text as `tokenizer` does, in a process
+    with limits.
 
     `tokenizer` is a tokenizer.json; a missing or damaged file is ignored here. Raises ModelError if they take
     more than `max_cpu_s` seconds of processor time, or too much memory.
@@ -69,7 +70,7 @@ def main() -> int:
             _render(templates)
         if tokenizer is not None:
             print(_TOKENIZER, flush=True)
-            _split(Path(tokenizer))
+            _split_and_decode(Path(tokenizer))
     except MemoryError:
         return 1
     return 0
@@ -90,14 +91,17 @@ def _render(templates: Sequence[str]) -> None:
 
 
 class _Steps(msgspec.Struct):
-    """The part of a tokenizer.json that transforms a text before the look-up of tokens."""
+    """The part of a tokenizer.json that transforms a text before the look-up of tokens, or tokens to a
+    text."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
+    decoder: Any = None
 
 
-def _split(file: Path) -> None:
-    """Normalize and split a text as the tokenizer does, without its vocabulary (bounded by the file)."""
+def _split_and_decode(file: Path) -> None:
+    """Normalize, split and decode a text as the tokenizer does, without its vocabulary (bounded by the
+    file)."""
     from tokenizers import Tokenizer
 
     try:
@@ -106,8 +110,12 @@ def _split(file: Path) -> None:
             "model": {"type": "BPE", "vocab": {}, "merges": []},
             "normalizer": fields.normalizer,
             "pre_tokenizer": fields.pre_tokenizer,
+            "decoder": fields.decoder,
         }
-        Tokenizer.from_str(json.dumps(without_tokens)).encode(_TEXT)
+        tokenizer = Tokenizer.from_str(json.dumps(without_tokens))
+        tokenizer.encode(_TEXT)
+        if tokenizer.decoder is not None:
+            tokenizer.decoder.decode(_TEXT.split())
     except MemoryError:
         raise
     except BaseException as error:  # `tokenizers` raises bare Exception for a damaged file, or panics

@@ -141,6 +141,15 @@ def test_a_tokenizer_that_makes_gigabytes_of_a_text_is_refused(model: Path, repl
         check(model)
 
 
+def test_a_tokenizer_that_makes_gigabytes_of_a_token_is_refused(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tenfold = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 10}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [tenfold] * 9}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=f"{model}: its tokenizer takes more than 10 s"):
+        check(model)
+
+
 def test_what_a_tokenizer_refuses_is_told_when_it_is_used(model: Path) -> None:
     for damaged in ("{", '{"normalizer": {"type": "Unheard"}}', "[" * 100_000):
         (model / "tokenizer.json").write_text(damaged)
