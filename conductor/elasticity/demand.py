@@ -64,9 +64,8 @@ class OfferedLoad(NamedTuple):
     mean_output_tokens: float
     window_s: float
     """Seconds for which the load has been the same, as far as is known."""
-    is_over: bool = False
-    """Whether the requests were a burst: in a second of the later half of `window_s` came less than a quarter
-    of the mean."""
+    was_burst: bool = False
+    """Whether the load is over: the later half of `window_s` had less than a quarter of the mean rate."""
 
     @property
     def mean_kv_tokens(self) -> float:
@@ -131,7 +130,7 @@ class Demand:
             sum(of.num_prompt_tokens for of in self._arrivals) / max(1, num_requests),
             num_outputs / max(1, num_requests),
             seconds,
-            is_over=num_late * seconds < 0.25 * num_requests * (now_s - half_s),
+            was_burst=num_late * seconds < 0.25 * num_requests * (now_s - half_s),
         )
 
     def _forget(self, began_s: float) -> float:

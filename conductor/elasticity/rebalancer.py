@@ -183,7 +183,7 @@ class Rebalancer:
     def _is_known(self, load: OfferedLoad) -> bool:
         num_arrivals = load.num_requests * load.window_s
         is_seen = load.window_s >= _LEAST_WINDOW_S and num_arrivals >= _FEWEST_ARRIVALS
-        return is_seen and not load.is_over
+        return is_seen and not load.was_burst
 
     # -- which change -------------------------------------------------------------------------------
 

@@ -158,8 +158,8 @@ class OutgoingSessions:
     ) -> None:
         """Keep one lane up until the session ends, with pauses after failures.
 
-        A backed off path is not tried. `standing` is None for a path through no device of its own, which
-        others do not stand by for.
+        A backed off path is not tried. `standing` is None unless the path has a device of its own: only then
+        do other paths stand by for it.
         """
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """The costs of prefill and decode: polynomials with three coefficients (Mooncake, section 6.1).
 
-    prefill of n new tokens behind c cached ones    constant + n * token + n * (c + n / 2) * pair
-    iteration of b requests with k KV tokens in all constant + b * request + k * token
+    prefill of n new tokens behind c cached ones     constant + n * token + n * (c + n / 2) * pair
+    iteration of b requests with k KV tokens in all  constant + b * request + k * token
 
 Owns: these forms, and their fit to measurements. Does not know: how they are measured and used.
 """

@@ -88,11 +88,13 @@ class HelperLink:
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self.helped.owner.close()
-            with contextlib.suppress(OSError, TimeoutError):
-                self._sock.shutdown(socket.SHUT_WR)
-                async with asyncio.timeout(_END_TIMEOUT_S):
-                    await _readable(self._sock)
-            self._sock.close()
+            try:
+                with contextlib.suppress(OSError, TimeoutError):
+                    self._sock.shutdown(socket.SHUT_WR)
+                    async with asyncio.timeout(_END_TIMEOUT_S):
+                        await _readable(self._sock)
+            finally:
+                self._sock.close()
 
     def close(self) -> None:
         """End the hosting. Idempotent."""

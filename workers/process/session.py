@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from kvstore.client.worker_client import WorkerClient
+from mooncake.errors import ModelError
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
@@ -83,7 +84,10 @@ class LeaderSession:
 
         Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
         """
-        await asyncio.to_thread(self._executor.load_freed_layers)  # those of the session before
+        try:
+            await asyncio.to_thread(self._executor.load_freed_layers)  # those of the session before
+        except ModelError as error:  # of the checkpoint, which may come back
+            raise SessionLostError(str(error)) from None
         await await_leader(self._leaders)
         pool = await WorkerClient.connect(
             self._process.messenger_socket,

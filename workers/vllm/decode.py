@@ -13,7 +13,7 @@ from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.pools import Grant
 from mooncake.messages.requests import FinishReason, Ref, Request
 from mooncake.messages.workers import Decode, Finished, Prefilled, Reserve, Reserved
-from workers.errors import EngineLostError
+from workers.errors import AnswerLostError
 from workers.vllm.attempts import Attempts
 from workers.vllm.meter import DecodeMeter
 
@@ -72,9 +72,9 @@ class VllmDecode:
 
     async def _receive_and_generate(self, order: Reserve) -> None:
         ref, answer = order.ref, _Answer(order.ref, order.request)
-        self.meter.num_not_inlined += 1
         self._orders[ref] = asyncio.get_running_loop().create_future()
         reservation = await self._reserved(order.request)
+        self.meter.num_not_inlined += 1
         try:
             await self._send(Reserved(ref, await self._pool.grant(reservation.reservation_id)))
             decode = await self._orders[ref]
@@ -133,7 +133,7 @@ class VllmDecode:
     async def _finish(self, answer: "_Answer") -> None:
         reason = answer.finish_reason
         if reason is None:
-            raise EngineLostError(f"vLLM ended an answer after {answer.num_output_tokens} tokens")
+            raise AnswerLostError(f"vLLM ended an answer after {answer.num_output_tokens} tokens")
         await self._send(Finished(answer.ref, reason, answer.num_output_tokens))
 
 

@@ -11,7 +11,7 @@ from mooncake.errors import PoolError, PoolFullError, RequestError, TransferErro
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import COMPUTED, Tier
 from mooncake.messages.workers import Prefill, Prefilled
-from workers.errors import EngineLostError
+from workers.errors import AnswerLostError
 from workers.vllm.attempts import Attempts
 
 _STORE_S = 5.0
@@ -57,7 +57,7 @@ class VllmPrefill:
         began_s = asyncio.get_running_loop().time()
         outputs = [output async for output in self._server.complete(request, request.token_ids, 1)]
         if not outputs or not outputs[0].token_ids:
-            raise EngineLostError("vLLM ended a prompt without a token")
+            raise AnswerLostError("vLLM ended a prompt without a token")
         self.seconds += asyncio.get_running_loop().time() - began_s
         first_token, num_cached_tokens = outputs[0].token_ids[0], outputs[-1].num_cached_tokens
         num_on_device = min(num_on_device, num_cached_tokens)

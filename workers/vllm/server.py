@@ -26,6 +26,7 @@ from mooncake.node.process import Progress, report
 from mooncake.node.process_config import WorkerProcess
 from workers.errors import AnswerLostError, EngineLostError
 from workers.vllm.command import MODEL, Computing, event_endpoints, serve_command
+from workers.vllm.guard import GRACE_S, TRACKER_S
 from workers.vllm.kv_events import KVEventFollower
 from workers.vllm.processes import groups_below, members
 from workers.vllm.pulse import Pulse
@@ -293,14 +294,18 @@ async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
                     await asyncio.wait_for(server.ended(), _POLL_S)
             yield server
     finally:
-        child.stdin.close()
-        await child.wait()
-        kv_events.close()
+        try:
+            child.stdin.close()
+            # The kernel does not let a process end that hangs in a driver: it is left behind.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.wait(), GRACE_S + TRACKER_S + 1)
+        finally:
+            kv_events.close()
 
 
 async def _is_ready(http: httpx.AsyncClient) -> bool:
     try:
-        return (await http.get("/health")).status_code == httpx.codes.OK
+        return (await http.get("/health", timeout=_CONNECT_S)).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
 

@@ -35,8 +35,9 @@ from mooncake.errors import RequestError
 
 _MAX_BUFFERED_BYTES = 1 << 16
 """Bytes of a request's body that wait for the application before the client has to wait."""
-_MAX_PIECES_AT_ONCE = 16
-"""Pieces of a chunked body that are parsed before other connections have their turn."""
+_MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
+"""Pieces of a chunked body, and chunks or parts of these, that are parsed before other connections have their
+turn: some 64 KiB in large chunks."""
 
 
 @dataclass(slots=True)
@@ -116,12 +117,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._parser.add(data)
-        if self._arriving is None or self._answering is not None:  # else its response has ended
-            self._serving.uploads.add(self, len(data))
+        self._serving.uploads.add(self, len(data))
         self._read_on()
 
     def _read_on(self) -> None:
         """Parse received bytes up to the end of the next request to be answered."""
+        most_parts = self._parser.num_parts + _MAX_PARTS_AT_ONCE
         for num_pieces in itertools.count():
             if self._transport.is_closing():
                 return
@@ -130,7 +131,7 @@ class Connection(asyncio.Protocol):
             if self._answering is not None and self._answering.has_arrived:
                 self._pause_reading()
                 return
-            if num_pieces == _MAX_PIECES_AT_ONCE:
+            if num_pieces == _MAX_PIECES_AT_ONCE or self._parser.num_parts >= most_parts:
                 self._read_later()
                 return
             try:
@@ -139,6 +140,8 @@ class Connection(asyncio.Protocol):
                 self._end_behind_whole_requests()
             except InvalidRequestError as error:
                 self._refuse("400 Bad Request", str(error), "invalid_http")
+        if self._arriving is not None and self._answering is None:
+            self._serving.uploads.release(self)  # its response has ended: nothing of its body is kept
         self.resume_reading()
 
     def _read_later(self) -> None:
@@ -232,6 +235,8 @@ class Connection(asyncio.Protocol):
         assert self._answering is not None
         if self._answering is self._arriving:
             self._serving.uploads.release(self)  # of its body, nothing is kept
+            if num_bytes := self._parser.num_unread_bytes:
+                self._serving.uploads.add(self, num_bytes)
         keep_alive, self._answering = self._answering.keep_alive, None
         if not keep_alive:
             self.close()

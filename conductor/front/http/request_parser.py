@@ -80,6 +80,10 @@ class RequestParser:
         """Bytes of a body of known length that are still to come."""
         self._num_excess_bytes = 0
         """Bytes of a chunked body's framing, less those of its content: each chunk takes processor time."""
+        self.num_parts = 0
+        """Parts of bodies that were reported."""
+        self._end_of_read = b""
+        """The last two bytes that were parsed of a head that is not complete."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
@@ -115,6 +119,7 @@ class RequestParser:
         self._unread_from = end
         if end == len(self._unread):
             self.clear()
+        read, self._end_of_read = self._end_of_read, b""
         self._num_unparsed_bytes += len(piece)
         if self.arrival is Arrival.BODY and not self._num_body_bytes_left:
             self._num_excess_bytes += len(piece)
@@ -128,6 +133,8 @@ class RequestParser:
             raise InvalidRequestError("the chunks of the request's body are too small; send larger ones")
         if self._num_unparsed_bytes > MAX_HEAD_BYTES:
             raise InvalidRequestError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+        if self.arrival is Arrival.HEAD:
+            self._end_of_read = (read + bytes(piece[-2:]))[-2:]
 
     def _feed(self, piece: bytes | memoryview) -> None:
         try:
@@ -143,6 +150,9 @@ class RequestParser:
         most = len(self._unread)
         if self.arrival is Arrival.BODY:
             return min(most, self._unread_from + (self._num_body_bytes_left or _CHUNKED_PIECE_BYTES))
+        begun, num_read = self._end_of_read, len(self._end_of_read)
+        if end := _END_OF_HEAD.search(begun + self._unread[self._unread_from : self._unread_from + 2]):
+            return self._unread_from + end.end() - num_read
         end = _END_OF_HEAD.search(self._unread, self._unread_from)
         return most if end is None else end.end()
 
@@ -192,6 +202,7 @@ class RequestParser:
 
     def on_body(self, part: bytes) -> None:
         self._num_unparsed_bytes = 0
+        self.num_parts += 1
         if self._num_body_bytes_left:
             self._num_body_bytes_left -= len(part)
         else:

@@ -138,12 +138,10 @@ class _WorkQueue:
 
     async def do(self, value: Any, tenant: str, body: Pieces) -> TaskResult:
         queue, num_bytes = self._waiting.setdefault(tenant, deque()), sum(map(len, body))
-        if (
-            self.num_waiting >= MAX_WAITING
-            or len(queue) >= MAX_WAITING_OF_TENANT
-            or (queue and self._has_no_room(queue, num_bytes))
-        ):
+        if self.num_waiting >= MAX_WAITING or len(queue) >= MAX_WAITING_OF_TENANT:
             raise OverloadedError(f"{self.num_waiting} requests are being read", RETRY_AFTER_S)
+        if queue and self._has_no_room(queue, num_bytes):
+            raise OverloadedError(f"{self._num_bytes >> 20} MiB of requests wait to be read", RETRY_AFTER_S)
         task = _Task(value, body, num_bytes, asyncio.get_running_loop().create_future())
         queue.append(task)
         self.num_waiting += 1

@@ -136,7 +136,7 @@ class Reading:
             return
         tenant = _tenant(key)
         if (num_waiting := self._offload.num_waiting(Queue.GRAMMAR, tenant)) >= _MAX_WAITING_GRAMMARS:
-            raise OverloadedError(f"{num_waiting} of your grammars wait to be compiled", RETRY_AFTER_S)
+            raise OverloadedError(f"{num_waiting} grammars wait to be compiled", RETRY_AFTER_S)
         try:
             await self._offload.do(Queue.GRAMMAR, grammar.text, tenant)
         except GrammarError as error:

@@ -76,9 +76,9 @@ def add_pages(app: FastAPI, model_name: str) -> None:
 
 
 def _add_asset(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
-    @app.get(path, include_in_schema=False)
+    @app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)
     async def asset() -> Response:
-        return Response(content, media_type=media_type)
+        return Response(content, media_type=media_type, headers={"cache-control": "max-age=3600"})
 
 
 def _is_served(app: FastAPI, path: str) -> bool:

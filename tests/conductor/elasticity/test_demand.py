@@ -58,7 +58,7 @@ def test_a_burst_is_over_when_no_more_requests_come(phase_s: float) -> None:
             demand.arrived(200, 100, 0.8, 10.0 + phase_s + number / 140)
         load = demand.load([], 10.0 + phase_s + wait_s)
         assert load is not None
-        assert load.is_over or not load.num_requests
+        assert load.was_burst or not load.num_requests
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -68,7 +68,7 @@ def test_a_load_that_goes_on_is_not_over(seed: int) -> None:
         offer(demand, rng, second, second + 1, 5.0, 0.2)
         load = demand.load([], second + 1.0)
         assert load is not None
-        ends.append(load.is_over)
+        ends.append(load.was_burst)
     assert sum(ends[2:]) <= 3
 
 

@@ -103,7 +103,7 @@ def test_a_load_that_has_just_changed_is_watched_first() -> None:
 def test_nothing_changes_for_a_burst_that_is_over() -> None:
     burst = load_of(3.8, 0.5, window_s=4.0, num_requests=4.0)
     assert Rebalancer().decide(state(1, 2, burst, num_requests=1), 10.0) is not None
-    assert Rebalancer().decide(state(1, 2, burst._replace(is_over=True), num_requests=1), 10.0) is None
+    assert Rebalancer().decide(state(1, 2, burst._replace(was_burst=True), num_requests=1), 10.0) is None
 
 
 def decided(rebalancer: Rebalancer, of: State, now_s: float) -> Change:

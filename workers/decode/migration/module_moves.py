@@ -133,8 +133,7 @@ class ModuleMoves:
             self._without_helper.ended(took)
             return
         why = self._pace.ended(took, iteration.ended_s)
-        is_there_for_memory = len(kv.used_pages()) > kv.num_own_pages
-        if why and not is_there_for_memory and not self.place.is_moving:
+        if why and not self.place.is_moving and len(kv.used_pages()) <= kv.num_own_pages:
             self._orders.put_nowait(_Slow(why))
 
     def recheck(self) -> None:

@@ -303,11 +303,16 @@ def test_a_header_cannot_end_early(client: Client) -> None:
         client.answered(headers=[(b"x-name", b"value\r\nother: x")])
 
 
-async def test_small_chunks_are_parsed_some_at_a_time(client: Client) -> None:
-    """Each takes as long as a large one: a body of them would hold up all others."""
+@pytest.mark.parametrize("num_late", range(5))
+async def test_small_chunks_are_parsed_some_at_a_time(client: Client, num_late: int) -> None:
+    """Each takes as long as a large one: a body of them would hold up all others.
+
+    `num_late` bytes of the head come with the body.
+    """
     num_chunks = 5000
-    client.ask(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-    client.ask(b"1\r\nx\r\n" * num_chunks + b"0\r\n\r\n")
+    head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    client.ask(head[: len(head) - num_late])
+    client.ask(head[len(head) - num_late :] + b"1\r\nx\r\n" * num_chunks + b"0\r\n\r\n")
     num_turns, num_bytes = 0, 0
     while True:
         message: Any = None
@@ -348,6 +353,24 @@ async def test_a_body_that_is_mostly_framing_is_refused(
     if not is_refused:
         client.ask(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 100)
         assert len(client.scopes) == 2
+
+
+async def test_large_chunks_have_longer_turns_than_small_ones(client: Client) -> None:
+    client.ask(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    client.answered()
+    client.ask(b"8000\r\n" + bytes(1 << 15) + b"\r\n")
+    assert client.transport.is_reading
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n" * 10_000, b"8000\r\n" + bytes(1 << 15) + b"\r\n"])
+async def test_bytes_behind_an_early_answer_count_until_they_are_parsed(chunk: bytes) -> None:
+    client = Client(max_pending_bytes=2 * len(chunk) - 1)
+    client.ask(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    client.answered()
+    client.ask(chunk)
+    waits = not client.transport.is_reading
+    client.ask(chunk)
+    assert client.transport.is_closing() == waits == (chunk[0] == ord("1"))
 
 
 def test_more_headers_than_any_client_sends_are_refused(client: Client) -> None:
