@@ -44,6 +44,7 @@ class RemotePages:
 
     async def write(self, write: Write, layer_bytes: int) -> None:
         """Place the bytes of all entries, `layer_bytes` bytes of each layer. Raises TransferError."""
+        self._endpoint.check_usable()  # a write that begins after `close` would wait for pages in vain
         if write.transfer_id not in self._opened:
             self._opened[write.transfer_id] = asyncio.get_running_loop().create_future()
             self._ask(Expose(write.transfer_id, write.grant_id))

@@ -84,7 +84,7 @@ class FakeEndpoint:
     async def write(
         self, slices: Sequence[tuple[int, int, int]], keys: Any, *, memory: RdmaMemory | None = None
     ) -> None:
-        self._check()
+        self.check_usable()
         shared_segment = asyncio.create_task(self._land(slices, keys, memory or self._memory))
         self.num_writing += 1
         try:
@@ -105,7 +105,7 @@ class FakeEndpoint:
         while is_real and not network.may_land and self.failure is None:
             await asyncio.sleep(0.001)
         remedy = (network.fault if is_real else network.connect_fault)(self)
-        self._check()
+        self.check_usable()
         if remedy is not None:
             raise self._fail(RdmaError("a fault of the test", remedy))
         all_keys = [keys] * len(slices) if isinstance(keys, int) else keys
@@ -118,7 +118,7 @@ class FakeEndpoint:
             network.num_landed += is_real
 
     async def read(self, slices: Sequence[tuple[int, int, int]], keys: Sequence[int]) -> None:
-        self._check()
+        self.check_usable()
         await asyncio.sleep(0)
         for (offset, address, num_bytes), key in zip(slices, keys, strict=True):
             assert self._other is not None
@@ -127,7 +127,7 @@ class FakeEndpoint:
                 raise self._fail(RdmaError("the peer refused access", Remedy.GIVE_UP))
             memmove(self._memory.address + offset, address, num_bytes)
 
-    def _check(self) -> None:
+    def check_usable(self) -> None:
         """Raises what the failure means for those that have not caused it."""
         if self.failure is not None:
             is_refusal = self.failure.remedy is Remedy.GIVE_UP

@@ -17,6 +17,7 @@ from messenger.sender.requests import WriteOutcome
 from messenger.transport.transports import Remedy, Transport
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
+from tests.deadline import DEADLINE_S
 from tests.messenger import fake_rdma
 from tests.messenger.fabric import KEY, Fabric, fabric, settings, until
 from tests.messenger.fake_rdma import FakeNetwork, device
@@ -124,6 +125,23 @@ async def test_pages_are_closed_in_time_to_a_sender_that_does_not_stop(
         await until(lambda: node.pages.num_exposed == 0)
         network.may_land = True
         await until(lambda: peer.closed_reason is not None)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_write_fails_with_its_connection_in_whichever_turn_it_begins(
+    tmp_path: Path, network: FakeNetwork, num_turns: int
+) -> None:
+    """A lane may be closed between its taking of a request and the first turn of that write."""
+    both = network.cards(device("a")), network.cards(device("b"))
+    async with fabric(tmp_path, transport="rdma", cards=both, ack_timeout_s=DEADLINE_S) as node:
+        peer = await node.peers.peer(node.address)
+        node.pages.grant(1, [0])
+        peer.lanes[0].give_up("a loss of the test")
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(DEADLINE_S / 4):
+            with pytest.raises(TransferError, match="a loss of the test"):
+                await node.write(1, [0], peer=peer)
 
 
 async def test_a_path_that_breaks_under_writes_is_left_alone_and_used_again(
