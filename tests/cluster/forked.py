@@ -57,10 +57,10 @@ def supervise(arguments: list[str]) -> None:
 class _Child:
     """One process of a supervisor: what that uses of `asyncio.subprocess.Process`."""
 
-    def __init__(self, process: multiprocessing.Process, stdin: int, stdout: asyncio.StreamReader) -> None:
+    def __init__(self, process: multiprocessing.Process, stdin: int) -> None:
         self._process = process
         self._ended = asyncio.Event()
-        self.stdin, self.stdout = os.fdopen(stdin, "wb", buffering=0), stdout
+        self.stdin = os.fdopen(stdin, "wb", buffering=0)
         self.returncode: int | None = None
         assert process.pid is not None
         self.pid = process.pid
@@ -75,21 +75,16 @@ class _Child:
         module: str,
         name: str,
         *,
+        stdout: int,
         pass_fds: Sequence[int],
         env: dict[str, str],
         **_: object,
     ) -> "_Child":
         child_stdin, stdin = os.pipe()
-        stdout, child_stdout = os.pipe()
-        process = _CONTEXT.Process(target=_run, args=(module, name, env, child_stdin, child_stdout, pass_fds))
+        process = _CONTEXT.Process(target=_run, args=(module, name, env, child_stdin, stdout, pass_fds))
         process.start()
         os.close(child_stdin)
-        os.close(child_stdout)
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdout, "rb")
-        )
-        return cls(process, stdin, reader)
+        return cls(process, stdin)
 
     def _end(self, end: int) -> None:
         asyncio.get_running_loop().remove_reader(end)
