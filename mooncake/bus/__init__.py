@@ -1,1 +1,1 @@
-"""What carries messages between two parts of the system: ZeroMQ sockets, or queues within one process."""
+"""The carriers of messages between two parts of the system: ZeroMQ sockets, and queues within one process."""

@@ -101,7 +101,7 @@ class DecodeInstance:
 
     @property
     def iteration_s(self) -> float:
-        """What an iteration of the batch takes now; 0 without a batch."""
+        """The seconds of an iteration of the batch as it is now; 0 without a batch."""
         if not self.batch.size:
             return 0.0
         costs = self.node.costs

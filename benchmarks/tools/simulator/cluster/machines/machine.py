@@ -1,4 +1,4 @@
-"""What instances on one machine do to each other, and what a real machine does to every iteration.
+"""The effects of instances on others of one machine, and of a real machine on every iteration.
 
 Where instances have machines of their own, as in all clusters made from cards, there is none of this.
 
