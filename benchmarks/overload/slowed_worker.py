@@ -17,8 +17,8 @@ from workers.kvcache.layerwise import LayerTransfers, PassPart
 from workers.process.service import serve
 
 PREFILL_TOKEN_S = 0.25e-3
-STEP_S, STEP_REQUEST_S = 0.02, 0.001
-"""Seconds of a decode step, and of what each request adds to it."""
+ITERATION_S, REQUEST_S = 0.02, 0.001
+"""Seconds of an iteration, and of what each request adds to it."""
 
 
 def slow_down() -> None:
@@ -38,7 +38,7 @@ def slow_down() -> None:
 
     def slow_decode(self: Executor, batch: Batch, draws: Draws) -> Drawn:
         num_prompt_tokens = sum(batch.query_lens) - len(batch.query_lens)
-        iteration_s = STEP_S + STEP_REQUEST_S * len(batch.query_lens) + PREFILL_TOKEN_S * num_prompt_tokens
+        iteration_s = ITERATION_S + REQUEST_S * len(batch.query_lens) + PREFILL_TOKEN_S * num_prompt_tokens
         end_s = time.monotonic() + iteration_s
         drawn = decode(self, batch, draws)
         time.sleep(max(0.0, end_s - time.monotonic()))

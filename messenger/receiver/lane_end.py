@@ -18,7 +18,7 @@ from messenger.wire.rdma_info import EndpointInfo
 from mooncake.errors import TransferError
 
 
-class LaneEnd(NamedTuple):
+class ReceivingEnd(NamedTuple):
     """The receiving end of a lane, with the welcome by which the sender makes the other one."""
 
     inlet: Inlet
@@ -41,7 +41,7 @@ class ShmExposures(Exposures):
         self._copy_table.leave(self._slot)
 
 
-async def receiving_end(served_pool: ServedPool, stream: Stream, introduction: Introduction) -> LaneEnd:
+async def receiving_end(served_pool: ServedPool, stream: Stream, introduction: Introduction) -> ReceivingEnd:
     """Return the end of a lane over the transport that the sender has introduced.
 
     Raises OSError, and TransferError, of which the sender is told if it has asked for a missing device.
@@ -50,10 +50,10 @@ async def receiving_end(served_pool: ServedPool, stream: Stream, introduction: I
         return _over_shm(served_pool, stream, introduction)
     if introduction.endpoint is not None:
         return await _over_rdma(served_pool, stream, introduction.endpoint)
-    return LaneEnd(TcpInlet(stream), Exposures(), Welcome(served_pool.identity))
+    return ReceivingEnd(TcpInlet(stream), Exposures(), Welcome(served_pool.identity))
 
 
-def _over_shm(served_pool: ServedPool, stream: Stream, introduction: Introduction) -> LaneEnd:
+def _over_shm(served_pool: ServedPool, stream: Stream, introduction: Introduction) -> ReceivingEnd:
     inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
     source, shared, slot = served_pool.source, served_pool.shared_segment, None
     if shared is not None and introduction.takes_copy_slot and introduction.identity is not None:
@@ -61,11 +61,11 @@ def _over_shm(served_pool: ServedPool, stream: Stream, introduction: Introductio
     page_table = None if shared is None else shared.page_table
     welcome = Welcome(served_pool.identity, len(source.buffer), slot, page_table)
     if shared is None or slot is None:
-        return LaneEnd(inlet, Exposures(), welcome, source.read_only_fd)
-    return LaneEnd(inlet, ShmExposures(shared.copy_table, slot.number), welcome, shared.fd)
+        return ReceivingEnd(inlet, Exposures(), welcome, source.read_only_fd)
+    return ReceivingEnd(inlet, ShmExposures(shared.copy_table, slot.number), welcome, shared.fd)
 
 
-async def _over_rdma(served_pool: ServedPool, stream: Stream, theirs: EndpointInfo) -> LaneEnd:
+async def _over_rdma(served_pool: ServedPool, stream: Stream, theirs: EndpointInfo) -> ReceivingEnd:
     try:
         card = await served_pool.cards.answering(theirs)
     except TransferError as error:
@@ -79,4 +79,4 @@ async def _over_rdma(served_pool: ServedPool, stream: Stream, theirs: EndpointIn
         endpoint.close()
         raise
     welcome = Welcome(served_pool.identity, endpoint=endpoint.local_info(), scratch=scratch)
-    return LaneEnd(RdmaWriteInlet(), RdmaExposures(endpoint, card.memory), welcome)
+    return ReceivingEnd(RdmaWriteInlet(), RdmaExposures(endpoint, card.memory), welcome)

@@ -10,7 +10,7 @@ import asyncio
 from typing import NoReturn, Protocol
 
 from messenger.sender.answer_handler import AnswerHandler, AnswerListener
-from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts
+from messenger.sender.outlet import BulkPace, LaneParts, SendingEnd
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.requests import Request, Urgency
 from messenger.sender.send_queue import SendQueue
@@ -62,7 +62,7 @@ class Lane:
         number: int,
         path: Path,
         frames: Frames,
-        ends: LaneEnds,
+        ends: SendingEnd,
         layout: KVLayout,
         owner: Owner,
         answer_timeout_s: float,

@@ -121,8 +121,8 @@ class Outlet:
         return []
 
 
-class LaneEnds(NamedTuple):
-    """The outlet and the inlet of a lane whose handshake is complete."""
+class SendingEnd(NamedTuple):
+    """The sending end of a lane whose handshake is complete: its inlet, and what makes its outlet."""
 
     inlet: Inlet
     make_outlet: Callable[[LaneParts], Outlet]
@@ -138,7 +138,7 @@ class Opening:
         """Return an introduction with what the transport offers in it."""
         return introduction
 
-    async def join(self, welcome: Welcome) -> LaneEnds:
+    async def join(self, welcome: Welcome) -> SendingEnd:
         """Return the ends of the lane, made with the peer's answer. Raises TransferError."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from messenger.rdma.cards import Card
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.remote import RdmaReadInlet, RemotePages
-from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts, Opening, Outlet
+from messenger.sender.outlet import BulkPace, LaneParts, Opening, Outlet, SendingEnd
 from messenger.sender.requests import Request, WriteOutcome, WriteRequest
 from messenger.transport.transports import Remedy
 from messenger.wire.messages import Exposed, Introduction, Welcome
@@ -113,13 +113,13 @@ class RdmaOpening(Opening):
     def introduction(self, introduction: Introduction) -> Introduction:
         return msgspec.structs.replace(introduction, endpoint=self._endpoint.local_info())
 
-    async def join(self, welcome: Welcome) -> LaneEnds:
+    async def join(self, welcome: Welcome) -> SendingEnd:
         if welcome.endpoint is None or welcome.scratch is None:
             raise TransferError(f"{self._peer} does not answer by RDMA")
         self._endpoint.connect(welcome.endpoint)
         await self._card.write_scratch(self._endpoint, welcome.scratch)
         inlet = RdmaReadInlet(self._endpoint, self._card.memory)
-        return LaneEnds(
+        return SendingEnd(
             inlet,
             functools.partial(RdmaOutlet, endpoint=self._endpoint, layout=welcome.identity.layout),
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts, Opening, Outlet
+from messenger.sender.outlet import BulkPace, LaneParts, Opening, Outlet, SendingEnd
 from messenger.sender.requests import FetchRequest, Request, Urgency, WriteOutcome, WriteRequest
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.copy_table import native
@@ -100,7 +100,7 @@ class ShmOpening(Opening):
             introduction, segment_bytes=len(self._source.buffer), takes_copy_slot=native() is not None
         )
 
-    async def join(self, welcome: Welcome) -> LaneEnds:
+    async def join(self, welcome: Welcome) -> SendingEnd:
         layout, slot = welcome.identity.layout, welcome.slot
         inlet = ShmInlet(
             self._stream, self._stream.take_fd(), welcome.segment_bytes, is_writable=slot is not None
@@ -111,4 +111,4 @@ class ShmOpening(Opening):
             catalogue = Catalogue.at(inlet.segment, welcome.page_table, layout)
         if slot is not None:
             pages = SharedPages(inlet.segment, slot, layout, self._source.buffer)
-        return LaneEnds(inlet, functools.partial(ShmOutlet, pages=pages, catalogue=catalogue))
+        return SendingEnd(inlet, functools.partial(ShmOutlet, pages=pages, catalogue=catalogue))

@@ -6,7 +6,7 @@ Owns: where these bytes are. Does not know: the connection.
 import functools
 from collections.abc import Sequence
 
-from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts, Opening, Outlet
+from messenger.sender.outlet import BulkPace, LaneParts, Opening, Outlet, SendingEnd
 from messenger.sender.requests import WriteRequest
 from messenger.transport.stream import Stream
 from messenger.transport.transports import TcpInlet
@@ -37,5 +37,5 @@ class TcpOpening(Opening):
     def __init__(self, stream: Stream, source: memoryview) -> None:
         self._stream, self._source = stream, source
 
-    async def join(self, welcome: Welcome) -> LaneEnds:
-        return LaneEnds(TcpInlet(self._stream), functools.partial(TcpOutlet, source=self._source))
+    async def join(self, welcome: Welcome) -> SendingEnd:
+        return SendingEnd(TcpInlet(self._stream), functools.partial(TcpOutlet, source=self._source))

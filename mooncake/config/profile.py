@@ -24,7 +24,7 @@ class PrefillCosts(msgspec.Struct, frozen=True):
 
 
 class DecodeCosts(msgspec.Struct, frozen=True):
-    """The costs of a decode step in seconds (`mooncake.messages.costs`)."""
+    """The costs of an iteration in seconds (`mooncake.messages.costs`)."""
 
     constant_s: float
     request_s: float

@@ -1,5 +1,6 @@
-"""The counters of what vLLM decodes: its steps by the tokens that arrive, from which the Conductor learns the
-duration of a step, and prompts.
+"""The counters of what vLLM decodes: iterations, told apart by the tokens that arrive, and prompts.
+
+The Conductor learns from them how long an iteration takes.
 
 Owns: counters. Does not know: their readers.
 """
@@ -11,7 +12,7 @@ from mooncake.messages.requests import Ref
 class DecodeMeter:
     """The totals of one session.
 
-    A step brings each request one output. So a second output of a request begins the next step.
+    An iteration brings each request one output. So a second output of a request begins the next iteration.
     """
 
     def __init__(self) -> None:
@@ -19,29 +20,29 @@ class DecodeMeter:
         """Prompts that vLLM has computed beside decoding, and those of prefill instances."""
         self._num_prompt_tokens = self._num_computed = 0
         """Prompt tokens that vLLM has computed beside decoding, and all since its start."""
-        self._num_steps = self._num_tokens = 0
+        self._num_iterations = self._num_tokens = 0
         self._seconds = 0.0
-        self._in_step: dict[Ref, int] = {}
-        """Tokens of each request in the present step."""
+        self._in_iteration: dict[Ref, int] = {}
+        """Tokens of each request in the present iteration."""
         self._began_s: float | None = None
-        """Time of the first output of the step, None while nothing is generated."""
+        """Time of the first output of the iteration, None while nothing is generated."""
 
     def drew(self, ref: Ref, num_tokens: int, now_s: float) -> None:
         """Record that a request got an output of `num_tokens` tokens."""
-        if ref in self._in_step:
+        if ref in self._in_iteration:
             if self._began_s is not None:
-                self._num_steps += 1
-                self._num_tokens += sum(self._in_step.values())
+                self._num_iterations += 1
+                self._num_tokens += sum(self._in_iteration.values())
                 self._seconds += now_s - self._began_s
-            self._in_step, self._began_s = {}, now_s
-        self._in_step[ref] = num_tokens
+            self._in_iteration, self._began_s = {}, now_s
+        self._in_iteration[ref] = num_tokens
         if self._began_s is None:
             self._began_s = now_s
 
     def left(self, ref: Ref) -> None:
-        """Record that a request has ended. (An idle engine takes no steps.)"""
-        self._in_step.pop(ref, None)
-        if not self._in_step:
+        """Record that a request has ended. (An idle engine has no iterations.)"""
+        self._in_iteration.pop(ref, None)
+        if not self._in_iteration:
             self._began_s = None
 
     def computed(self, num_tokens: int, *, as_decode: bool) -> None:
@@ -55,7 +56,7 @@ class DecodeMeter:
     def stats(self) -> DecodeStats:
         """The totals in the form of heartbeats."""
         return DecodeStats(
-            self._num_steps,
+            self._num_iterations,
             self._num_tokens,
             self._seconds,
             num_inlined=self.num_inlined,

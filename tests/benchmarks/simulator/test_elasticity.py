@@ -11,7 +11,9 @@ from benchmarks.tools.simulator.setup import Join, Leave, Setup, simulate
 from benchmarks.tools.traces.phases import Phase, in_phases
 from benchmarks.tools.traces.request import TraceRequest
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
-from mooncake.messages.workers import Role
+from mooncake.messages.migration import Prepare
+from mooncake.messages.requests import Ref, Request, SamplingParams
+from mooncake.messages.workers import Abort, Role
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
 STRICT = msgspec.structs.replace(SMALL, pool_tokens=None, ttft_slo_s=4.0, tbt_slo_s=0.025, block_tokens=128)
@@ -99,3 +101,15 @@ def test_requests_that_migrate_have_one_long_gap_at_most() -> None:
     finished = results["outcome"] == Outcome.FINISHED
     assert finished.sum() > 0.9 * len(results)
     assert results["tbt_s"][finished].max() < 0.03
+
+
+def test_a_destination_prepares_for_a_request_that_has_just_ended() -> None:
+    cluster = STRICT.cluster()
+    assert isinstance(cluster, DisaggregatedCluster)
+    source, destination = cluster.decodes
+    request = Request("ended", [1] * 300, [b"1", b"2"], SamplingParams(max_tokens=8), reply_to="")
+    ref = Ref(1, "ended", 1)
+    destination.receive(Prepare(ref, request, source.node.shards, 1.0))
+    assert destination.migrating.num_held_tokens == 300
+    destination.receive(Abort(ref))
+    assert destination.migrating.num_held_tokens == destination.migrating.num_held == 0

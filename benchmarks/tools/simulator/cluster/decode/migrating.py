@@ -24,7 +24,7 @@ from mooncake.messages.migration import (
     Prepared,
     TakeOver,
 )
-from mooncake.messages.requests import Ref
+from mooncake.messages.requests import Ref, Request
 from mooncake.messages.workers import WorkFailed
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Migrating:
             coming = self._coming[order.ref] = _Coming()
         self.num_held_tokens += num_tokens - coming.num_held
         coming.num_held, num_full = num_tokens, self._full_tokens(num_tokens)
-        num_here = max(coming.num_loaded, self._num_in_pool(order.ref))
+        num_here = max(coming.num_loaded, self._num_in_pool(order.request))
         source = self._node.peers[order.shards[0].messenger.instance]
         if num_full <= num_here:
             self._loads(order.ref, coming, num_full)
@@ -139,10 +139,9 @@ class Migrating:
             partial(self._loads, order.ref, coming, num_full),
         )
 
-    def _num_in_pool(self, ref: Ref) -> int:
+    def _num_in_pool(self, request: Request) -> int:
         """Tokens of the prompt's leading blocks that the own pool has."""
-        index = self._node.pool.allocator.index
-        keys = self._find_request(ref.request_id).block_keys
+        index, keys = self._node.pool.allocator.index, request.block_keys
         num_blocks = next((number for number, key in enumerate(keys) if key not in index), len(keys))
         return num_blocks * self._node.layout.block_size
 
