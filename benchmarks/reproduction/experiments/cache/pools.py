@@ -12,11 +12,11 @@ NODE_TOKENS = 3_000_000
 GLOBAL = Setup(num_prefill=10, num_decode=10, pool_tokens=NODE_TOKENS)
 LOCAL = msgspec.structs.replace(GLOBAL, scheduling=Scheduling.LOAD_BALANCING)
 NIC_GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 800.0)
-BANDWIDTH_REQUESTS = 2000
+BANDWIDTH_REQUESTS = 1500
 NUM_NODES = 16
 PREFILLS = (5, 7, 8, 9, 11)
 RATIO_SPEED = 2.0
-RATIO_REQUESTS = 6000
+RATIO_REQUESTS = 4000
 
 
 def run_global(trace: Trace, folder: Path) -> Outcome:
