@@ -120,8 +120,8 @@ class Rebalancer:
         self.num_decided: Counter[Role] = Counter()
         """Changes that were decided, by the role after them."""
         self.desired: dict[Role, int] = {}
-        """The number of instances of each role that the load needs, whether they exist or not. For
-        autoscalers."""
+        """The number of instances of each role that the latest load needs which was no burst, whether they exist
+        or not. For autoscalers."""
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
@@ -156,10 +156,11 @@ class Rebalancer:
         self._num_changes_seen = state.num_changes
         able = DivisionCapacity(load, capacity, state.has_inlining)
         work = able.work
-        self.desired = {
-            Role.PREFILL: max(1, math.ceil(work.prefill / _TARGET_STRAIN)),
-            Role.DECODE: max(1, math.ceil(work.decode / _TARGET_STRAIN)),
-        }
+        if load.window_s >= _LEAST_WINDOW_S and not load.was_burst:
+            self.desired = {
+                Role.PREFILL: max(1, math.ceil(work.prefill / _TARGET_STRAIN)),
+                Role.DECODE: max(1, math.ceil(work.decode / _TARGET_STRAIN)),
+            }
         names = frozenset(member.name for member in state.members)
         self._note_instances(names, now_s)
         if state.is_switching or not self._is_known(load):

@@ -226,6 +226,10 @@ def test_autoscalers_are_told_how_many_instances_the_load_needs() -> None:
     rebalancer = Rebalancer()
     rebalancer.decide(state(2, 2, load_of(3.5, 7.0)), 10.0)
     assert rebalancer.desired == {Role.PREFILL: 5, Role.DECODE: 10}
+    burst = load_of(9.0, 9.0, window_s=4.0)._replace(was_burst=True)
+    for of in (burst, burst._replace(was_burst=False, window_s=1.0)):
+        rebalancer.decide(state(2, 2, of), 20.0)
+        assert rebalancer.desired == {Role.PREFILL: 5, Role.DECODE: 10}
 
 
 def test_short_bursts_change_nothing() -> None:
