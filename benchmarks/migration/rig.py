@@ -250,11 +250,14 @@ class Rig:
         stream.at = destination
         await self._tell(destination, Reserve(stream.ref, request, inline=True))
 
-    async def place(self, owner: Instance, layers: LayerRange | None) -> ModulesPlace:
-        """Have layers of an instance at the other one; None: have them back. Return when that is told."""
+    async def place(
+        self, owner: Instance, layers: LayerRange | None = None, num_heads: int = 0
+    ) -> ModulesPlace:
+        """Have layers or KV heads of an instance at the other one, or all of them back. Return when that is
+        told."""
         self._num_orders += 1
         helper = self.other(owner).register
-        order = PlaceModules(1, self._num_orders, helper.instance, helper.modules.socket, layers=layers)
+        order = PlaceModules(1, self._num_orders, helper.instance, helper.modules.socket, num_heads, layers)
         await self._tell(owner, order)
         async with asyncio.timeout(DEADLINE_S):
             while owner.place.number != order.number or owner.place.is_moving:

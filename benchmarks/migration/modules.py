@@ -1,18 +1,23 @@
-"""Measure what a pipeline of two decode instances is worth, and how long streams pause as layers move.
+"""Measure how long streams pause as layers or KV heads move, and what a pipeline of two decode instances is
+worth.
 
-    python -m benchmarks.migration.layers [--layers START:STOP] [--batch N] [--moves N]
+    python -m benchmarks.migration.modules [--layers START:STOP | --heads N] [--batch N] [--moves N]
 
-Two decode instances with the default model, one core each. All streams are decoded by the first one. It is
-measured by itself, with layers at the second one, and by itself again, as contexts grow; then with layers at
-the second one and twice as many streams, for which both together have the memory. Bars: throughput of the
-larger pipeline at least 1.7 times that of one instance, TBT at most 1.15 times, and a p99 of pauses at most
-an iteration above the longest gaps without a move.
+Two decode instances with the default model, one core each. All streams are decoded by the first one, whose
+modules move to the second one and back. Bar: a p99 of pauses at most an iteration above the longest gaps
+without a move.
 
-Owns: the steps, the tables, the bars. Does not know: how layers move.
+Layers are then measured as a pipeline: the first instance by itself, with layers at the second one, and by
+itself again, as contexts grow; then with layers at the second one and twice as many streams, for which both
+together have the memory. Bars: throughput of the larger pipeline at least 1.7 times that of one instance, TBT
+at most 1.15 times.
+
+Owns: the steps, the tables, the bars. Does not know: how modules move.
 """
 
 import argparse
 import asyncio
+import functools
 import itertools
 import statistics
 import sys
@@ -33,6 +38,8 @@ NUM_TOKENS = 60
 TOKENS_BEHIND = 3
 PROMPT, OUTPUT = 64, 4000
 LEAST_THROUGHPUT, MOST_TBT, MOST_ITERATIONS = 1.7, 1.15, 1.0
+OTHER_TOKENS = "Streams with other tokens than without a move"
+Move = Callable[[], Awaitable[object]]
 
 
 class Rate(NamedTuple):
@@ -83,7 +90,7 @@ class Bench:
         num = sum(len(stream.tokens) - num for stream, num in zip(self.streams, before, strict=True))
         return Rate(num / (ended_s - began_s), self._gaps_s(before))
 
-    async def pause_s(self, act: Callable[[], Awaitable[object]]) -> float:
+    async def pause_s(self, act: Move) -> float:
         """Return the longest gap of any stream, until a few tokens behind the end of `act`."""
         before = [len(stream.tokens) for stream in self.streams]
         await act()
@@ -110,28 +117,71 @@ class Bench:
         return num_others
 
 
-async def run(layers: LayerRange, batch: int, num_moves: int) -> bool:
-    """Measure and print. Return whether the bars are met, and tokens are those of a stream that stays."""
+class Pauses(NamedTuple):
+    """The longest gap of any stream in each move, and in as much time without a move, in seconds.
+
+    `iteration_s`: the median gap of streams before the first move.
+    """
+
+    moves_s: list[float]
+    gaps_s: list[float]
+    iteration_s: float
+
+    @property
+    def num_iterations(self) -> float:
+        """The iterations by which a move lengthens the longest gap, at p99."""
+        return (percentile(self.moves_s, 0.99) - percentile(self.gaps_s, 0.99)) / self.iteration_s
+
+    def __str__(self) -> str:
+        moves, gaps = (
+            " and ".join(f"{1000 * percentile(of, share):.0f}" for share in (0.5, 0.99))
+            for of in (self.moves_s, self.gaps_s)
+        )
+        return (
+            f"{len(self.moves_s)} moves pause streams for {moves} ms (p50 and p99); without a move the"
+            f" longest gaps are {gaps} ms, {self.num_iterations:.1f} iterations less."
+        )
+
+
+async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration_s: float) -> Pauses:
+    """Move modules there and back, again and again."""
+    found = Pauses([], [], iteration_s)
+    for number in range(num_moves):
+        progress(f"moves: {number} of {num_moves}")
+        for act in (move, back):
+            began_s = time.perf_counter()
+            found.moves_s.append(await bench.pause_s(act))
+            as_long = functools.partial(asyncio.sleep, time.perf_counter() - began_s)
+            found.gaps_s.append(await bench.pause_s(as_long))
+    return found
+
+
+async def run_heads(num_heads: int, batch: int, num_moves: int) -> bool:
+    """Measure moves of KV heads, and print. Return whether the bar is met, and tokens are those of a stream
+    that stays."""
+    async with rig(batch) as on:
+        bench = Bench(on)
+        await bench.begin(batch)
+        alone = await bench.rate()
+        move = functools.partial(on.place, bench.owner, num_heads=num_heads)
+        back = functools.partial(on.place, bench.owner)
+        found = await pauses(bench, move, back, num_moves, alone.tbt_s)
+        num_others = await bench.num_with_other_tokens(3)
+    print(f"{found}\n{OTHER_TOKENS}: {num_others}.")
+    return found.num_iterations <= MOST_ITERATIONS and not num_others
+
+
+async def run_layers(layers: LayerRange, batch: int, num_moves: int) -> bool:
+    """Measure moves of layers and the pipeline, and print. Return whether the bars are met, and tokens are
+    those of a stream that stays."""
     async with rig(2 * batch) as on:
         bench = Bench(on)
-
-        async def move() -> None:
-            await on.place(bench.owner, layers)
-
-        async def back() -> None:
-            await on.place(bench.owner, None)
-
+        move = functools.partial(on.place, bench.owner, layers)
+        back = functools.partial(on.place, bench.owner)
         progress("one instance")
         await bench.begin(batch)
         before = await bench.rate()
-        pauses_s, gaps_s = list[float](), list[float]()
-        for number in range(num_moves):
-            progress(f"moves: {number} of {num_moves}")
-            for act in (move, back):
-                began_s = time.perf_counter()
-                pauses_s.append(await bench.pause_s(act))
-                goal_s = time.perf_counter() - began_s
-                gaps_s.append(await bench.pause_s(lambda: asyncio.sleep(goal_s)))  # noqa: B023
+        found = await pauses(bench, move, back, num_moves, before.tbt_s)
         progress("pipeline")
         await move()
         piped = await bench.rate()
@@ -160,28 +210,30 @@ async def run(layers: LayerRange, batch: int, num_moves: int) -> bool:
             (f"the same, {2 * batch} streams", larger),
         )
     ]
-    iterations = (percentile(pauses_s, 0.99) - percentile(gaps_s, 0.99)) / alone_s
     print_table(
         "A decode pipeline of two stages",
         ("", "tokens/s", "TBT p50", "p99", "times throughput", "times TBT"),
         rows,
-        f"{len(pauses_s)} moves pause streams for {1000 * percentile(pauses_s, 0.5):.0f} ms (p50) and"
-        f" {1000 * percentile(pauses_s, 0.99):.0f} ms (p99); without a move the longest gaps are"
-        f" {1000 * percentile(gaps_s, 0.5):.0f} and {1000 * percentile(gaps_s, 0.99):.0f} ms,"
-        f" {iterations:.1f} iterations less.\nStreams with other tokens than without a move: {num_others}.",
+        f"{found}\n{OTHER_TOKENS}: {num_others}.",
     )
     is_fast = larger.tokens_per_s >= LEAST_THROUGHPUT * alone_per_s and larger.tbt_s <= MOST_TBT * alone_s
-    return is_fast and iterations <= MOST_ITERATIONS and not num_others
+    return is_fast and found.num_iterations <= MOST_ITERATIONS and not num_others
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--layers", type=LayerRange.parse, default=LayerRange(11, 30))
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--layers", type=LayerRange.parse, default=LayerRange(11, 30))
+    which.add_argument("--heads", type=count, help="KV heads that move, in place of layers")
     parser.add_argument("--batch", type=count, default=32)
     parser.add_argument("--moves", type=count, default=10, help="there and back")
     arguments = parser.parse_args()
     with heeding_sigterm():
-        sys.exit(not asyncio.run(run(arguments.layers, arguments.batch, arguments.moves)))
+        if arguments.heads is None:
+            measured = run_layers(arguments.layers, arguments.batch, arguments.moves)
+        else:
+            measured = run_heads(arguments.heads, arguments.batch, arguments.moves)
+        sys.exit(not asyncio.run(measured))
 
 
 if __name__ == "__main__":
