@@ -69,5 +69,5 @@ EXPERIMENT = Experiment(
     " (23,608 requests); ours is the conversation trace of the FAST'25 version (12,031 requests).",
     remark,
     run,
-    cost=52,
+    cost=41,
 )

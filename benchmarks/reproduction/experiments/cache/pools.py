@@ -16,7 +16,7 @@ BANDWIDTH_REQUESTS = 1500
 NUM_NODES = 16
 PREFILLS = (5, 7, 8, 9, 11)
 RATIO_SPEED = 2.0
-RATIO_REQUESTS = 4000
+RATIO_REQUESTS = 3000
 
 
 def run_global(trace: Trace, folder: Path) -> Outcome:
@@ -97,7 +97,7 @@ GLOBAL_POOL = Experiment(
     "10P+10D. Local: each instance reuses what it has (`load_balancing`); global: `kvcache_centric`.",
     global_remark,
     run_global,
-    cost=35,
+    cost=27,
 )
 BANDWIDTH = Experiment(
     "bandwidth",
@@ -111,7 +111,7 @@ BANDWIDTH = Experiment(
         "below 50 Gbit/s it is late."
     ),
     run_bandwidth,
-    cost=24,
+    cost=13,
 )
 RATIO = Experiment(
     "ratio",
@@ -121,5 +121,5 @@ RATIO = Experiment(
     " nothing rejected.",
     ratio_remark,
     run_ratio,
-    cost=60,
+    cost=21,
 )

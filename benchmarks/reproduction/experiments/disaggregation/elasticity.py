@@ -27,8 +27,8 @@ BASE = Setup(
 )
 OF_TRACE = Setup(model="llama3-70b", num_prefill=4, num_decode=4, ttft_slo_s=10.0, tbt_slo_s=0.05)
 TUNED_SEED, SEEDS = 1, (11, 12)
-"""The seed with which thresholds were chosen, and others; loads that change seldom have one of these."""
-NUM_TRACE_REQUESTS = 2000
+"""The seed with which thresholds were chosen, and those of the page; loads that change seldom have one."""
+NUM_TRACE_REQUESTS = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,19 @@ def swing(duration_s: float, num_parts: int) -> list[Part]:
 def growth(kind: Kind, rate_per_s: float) -> list[Part]:
     """Return a load that grows to five times the rate within a minute, and stays so."""
     steps = [kind.at((1 + 4 * step / 10) * rate_per_s, 6.0) for step in range(1, 11)]
-    return [kind.at(rate_per_s, 60.0), *steps, kind.at(5 * rate_per_s, 180.0)]
+    return [kind.at(rate_per_s, 60.0), *steps, kind.at(5 * rate_per_s, 120.0)]
 
 
-BURSTS = [LONG_ANSWERS.at(4.0, 50.0), LONG_PROMPTS.at(16.0, 10.0)] * 6
+BURSTS = [LONG_ANSWERS.at(4.0, 50.0), LONG_PROMPTS.at(16.0, 10.0)] * 5
 LOADS: list[tuple[str, list[Part]]] = [
     ("swing, every 180 s", swing(180.0, 4)),
-    ("swing, every 60 s", swing(60.0, 8)),
+    ("swing, every 60 s", swing(60.0, 6)),
     ("bursts, 10 s in 60", BURSTS),
     ("growth, long prompts", growth(LONG_PROMPTS, 1.4)),
     ("growth, long answers", growth(LONG_ANSWERS, 1.6)),
-    ("steady, long prompts", [LONG_PROMPTS.at(6.5, 240.0)]),
-    ("steady, long answers", [LONG_ANSWERS.at(7.5, 240.0)]),
-    ("steady, even", [EVEN.at(8.0, 240.0)]),
+    ("steady, long prompts", [LONG_PROMPTS.at(6.5, 180.0)]),
+    ("steady, long answers", [LONG_ANSWERS.at(7.5, 180.0)]),
+    ("steady, even", [EVEN.at(8.0, 180.0)]),
 ]
 
 
@@ -110,7 +110,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
     for name, parts in LOADS:
         num_steps = len(parts) if not name.startswith("growth") else 2
         changes_often = name in (LOADS[1][0], LOADS[2][0])
-        seeds = (TUNED_SEED, *SEEDS) if changes_often else SEEDS[:1]
+        seeds = SEEDS if changes_often else SEEDS[:1]
         rows += [
             _row(f"{name}, seed {seed}", BASE, partial(requests_of, parts, seed), num_steps) for seed in seeds
         ]
@@ -186,5 +186,5 @@ EXPERIMENT = Experiment(
     f" with seed {TUNED_SEED}, and on the trace at 1.5 and 2 times its speed.",
     remark,
     run,
-    cost=117,
+    cost=95,
 )

@@ -143,5 +143,5 @@ EXPERIMENT = Experiment(
     f" {NUM_REQUESTS}, which offer {OFFERED:g} times what the nodes can compute.",
     remark,
     run,
-    cost=51,
+    cost=40,
 )

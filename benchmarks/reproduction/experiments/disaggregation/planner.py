@@ -15,7 +15,7 @@ from benchmarks.tools.traces.synthetic import SyntheticLoad
 
 BASE = Setup(model="llama-3.1-8b", num_gpus=1, rejects=False)
 NUM_DEVICES = 6
-MOST_REQUESTS = 600
+MOST_REQUESTS = 500
 NUM_SEEDS = 3
 ATTAINMENT = 0.9
 WORKLOADS = {
@@ -80,5 +80,5 @@ EXPERIMENT = Experiment(
     " instance in the other role.",
     remark,
     run,
-    cost=102,
+    cost=78,
 )

@@ -32,7 +32,7 @@ NUM_PREFIXES, PREFIX_BLOCKS, SKEW = 64, 8, 1.2
 """Prefixes, of which the n-th is wanted n ** -SKEW times as often as the first."""
 NEW_TOKENS, OUTPUT_TOKENS = 512, 100
 RATE_PER_S = 20.0
-NUM_REQUESTS = 1500
+NUM_REQUESTS = 1000
 SEEDS = range(SEED, SEED + 5)
 _SKEWED, _TRACE = f"skewed prefixes, {RATE_PER_S:g} req/s", "conversation trace"
 
@@ -136,5 +136,5 @@ EXPERIMENT = Experiment(
     " both let every instance fetch.",
     remark,
     run,
-    cost=52,
+    cost=40,
 )

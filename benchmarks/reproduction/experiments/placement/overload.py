@@ -29,7 +29,7 @@ PAPERS_SPEED = 2.0
 DECODE_BOUND = Setup(model="llama2-70b", num_prefill=12, num_decode=4, ttft_slo_s=30.0, tbt_slo_s=0.028)
 BOTH_BOUND = msgspec.structs.replace(DECODE_BOUND, num_prefill=8)
 SPEED = 3.0
-NUM_REQUESTS = 1200
+NUM_REQUESTS = 1500
 SEEDS = (SEED, SEED + 1, SEED + 2)
 PICTURE = "overload.svg"
 MAX_WAITING = (0, 16, 128)
@@ -211,5 +211,5 @@ EXPERIMENT = Experiment(
     " server only when prefill has ended. A wasted prefill is one of a request that was rejected then.",
     remark,
     run,
-    cost=172,
+    cost=146,
 )

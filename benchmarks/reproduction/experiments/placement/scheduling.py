@@ -132,7 +132,7 @@ POLICIES = Experiment(
     " Algorithm 2, which looks at measured loads alone and lets every instance fetch.",
     policies_remark,
     run_policies,
-    cost=65,
+    cost=66,
 )
 REPLICAS = Experiment(
     "replicas",
@@ -141,5 +141,5 @@ REPLICAS = Experiment(
     "8P+8D, `kvcache_centric`. Each key counts at the moment when most of the 8 prefill instances have it.",
     replicas_remark,
     run_replicas,
-    cost=22,
+    cost=15,
 )
