@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
 from typing import Any
@@ -21,6 +22,11 @@ def preload(module: str) -> None:
     """The fork server imports this module, if it has not been started yet."""
     _preloaded.append(module)
     _CONTEXT.set_forkserver_preload(_preloaded)
+
+
+def start_fork_server() -> None:
+    """Have the fork server run. What it forks is in the network namespace in which it was started."""
+    forkserver.ensure_running()
 
 
 def _end_all() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvstore.server import service
 from mooncake.node.process import child_main
 from mooncake.node.process_config import MessengerProcess
-from tests.forked import Descriptor, Forked, preload
+from tests.forked import Descriptor, Forked, preload, start_fork_server
 
 _CLONE_NEWNET = 0x40000000
 preload("tests.kvstore.preloaded")
@@ -54,6 +54,7 @@ def _serve(network: Path | None, segment_fd: int) -> None:
 @contextlib.contextmanager
 def entered(network: Path) -> Iterator[None]:
     """Threads and processes that are started within are in that namespace; not those of `tests.forked`."""
+    start_fork_server()
     with open("/proc/self/ns/net") as home:
         enter(network)
         try:
