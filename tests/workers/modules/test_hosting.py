@@ -108,8 +108,8 @@ async def test_requests_that_a_helper_had_wait_for_each_other_when_pages_are_len
         expected = await tokens_of(pair.begin("alone", 150, pair.helper).answer)
         own = [pair.begin(f"own{index}", 150, pair.helper) for index in range(4)]  # 20 pages each in the end
         await until(lambda: all(one.answer.tokens for one in own))
-        await pair.move(2)
-        assert 20 <= pair.helper.executor.kv.num_usable_pages <= 24
+        await pair.move(1)  # 16 pages: they may have 20 of the 48 by now
+        assert 32 <= pair.helper.executor.kv.num_usable_pages <= 36
         for one in own:
             assert await tokens_of(one.answer) == expected
         assert pair.helper.decode.meter.stats.num_preemptions
