@@ -1,4 +1,4 @@
-"""Whether the device computes what it should: every kernel against its reference, whole models against torch.
+"""Checks of the results on the device: every kernel against its reference, whole models against torch.
 
 Owns: the cases and their tolerances. Does not know: speed.
 """
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.processes import results_of
 from benchmarks.report import Found, Report
-from kernels.cuda import kv_quantise, page_copy, rms_norm, silu_mul
+from kernels.cuda import page_copy, rms_norm, silu_mul
 from kernels.cuda.decode_attention import decode_attention
 from kernels.cuda.kv_write import TokenSlots, rotate_and_write, rotate_and_write_reference
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
@@ -29,7 +29,7 @@ from workers.engine.warm_up import warm_up
 from workers.engine.weights import Weights
 
 _NUM_PROCESSES = min(8, os.cpu_count() or 1)
-"""Kernels compile on a core each, and each process has a context on the device."""
+"""The number of processes. Kernels compile on a core each, and each process has a context on the device."""
 _NUM_KV_HEADS = 2
 # (new tokens, tokens in all)
 _SEQUENCES = ((1, 1), (300, 300), (1, 64), (17, 1000), (1, 65), (130, 4000), (1, 5000))
@@ -39,7 +39,7 @@ _NUM_NEW, _CHUNK_SIZE, _PAGE_SIZE = 12, 40, 16
 
 
 class Case(NamedTuple):
-    """A call that returns the largest error of a result, and the bound of that."""
+    """A call that returns the largest error of a result, and the bound of that error."""
 
     name: str
     error: partial[float]
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 def run(report: Report) -> None:
-    """Compare everything with its reference: a row for each case."""
+    """Compare every result with its reference, and add a row for each case."""
     cases = [*_kernel_cases(), *_model_cases()]
     report.checks("Errors of results against their references")
     results = results_of([partial(_on_one_thread, case.error) for case in cases], _NUM_PROCESSES)
@@ -81,8 +81,6 @@ def _kernel_cases() -> Iterator[Case]:
         yield Case(f"rotation and page write, {dtype}", partial(_write_error, dtype), bound)
         yield Case(f"addition and rms norm, {dtype}", partial(_norm_error, dtype), bound)
         yield Case(f"silu, {dtype}", partial(_silu_error, dtype), bound)
-        for encoding in kv_quantise.Encoding:
-            yield Case(f"{encoding.name}, {dtype}", partial(_quantise_error, dtype, encoding), 1.01)
         yield Case(f"gather and scatter, {dtype}", partial(_copy_error, dtype), 0.0)
 
 
@@ -135,7 +133,7 @@ def _write_error(dtype: torch.dtype) -> float:
 
 
 def _norm_error(dtype: torch.dtype) -> float:
-    """Return the error of the norm; infinite if the sum is another than torch's."""
+    """Return the error of the norm; infinite if the sum differs from torch's."""
     x, residual, weight = (_random(*shape, dtype=dtype) for shape in ((33, 4096), (33, 4096), (4096,)))
     total = residual + x
     normed = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
@@ -149,19 +147,6 @@ def _silu_error(dtype: torch.dtype) -> float:
     x = _random(33, 4096, dtype=dtype)
     gated, expected = silu_mul.silu_mul(x), silu_mul.silu_mul_reference(x)
     return _largest(gated, expected) / float(expected.abs().max())
-
-
-def _quantise_error(dtype: torch.dtype, encoding: kv_quantise.Encoding) -> float:
-    """Return the error in steps of the encoding: ties may be rounded to either side."""
-    kv_layer, pages = _random(20, 8, 2, 64, 128, dtype=dtype), torch.randperm(20, device="cuda")[:7]
-    numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)
-    expected, expected_scales = kv_quantise.quantise_reference(kv_layer, pages, encoding)
-    out, expected_out = torch.zeros_like(kv_layer), torch.zeros_like(kv_layer)
-    kv_quantise.dequantise_pages(out, pages, numbers, scales)
-    kv_quantise.dequantise_reference(expected_out, pages, numbers, scales)
-    is_same = torch.allclose(scales, expected_scales) and torch.allclose(out, expected_out, rtol=1e-2)
-    steps = (numbers.view(torch.int8).int() - expected.view(torch.int8).int()).abs().max()
-    return float(steps) if is_same else float("inf")
 
 
 def _copy_error(dtype: torch.dtype) -> float:
@@ -215,7 +200,8 @@ def _model_error(spec: ModelSpec, allow_native: bool) -> float:
 
 @contextmanager
 def _no_waiting(*, is_forbidden: bool) -> Iterator[None]:
-    """Torch raises an error when the host waits for the device within it."""
+    """Make a context in which torch raises an error when the host waits for the device, if that
+    `is_forbidden`."""
     torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
     try:
         yield
@@ -224,7 +210,7 @@ def _no_waiting(*, is_forbidden: bool) -> Iterator[None]:
 
 
 def dummy_tensors(spec: ModelSpec) -> list[tuple[str, torch.Tensor]]:
-    """Random weights, drawn on the CPU: each kind of device draws others."""
+    """Return random weights, drawn on the CPU, as devices of different kinds draw different ones."""
     weights = Weights(spec, range(spec.num_layers), torch.float32, torch.device("cpu"), part_of(spec))
     return list(weights.dummy_tensors(seed=1))
 
@@ -232,7 +218,8 @@ def dummy_tensors(spec: ModelSpec) -> list[tuple[str, torch.Tensor]]:
 def greedy(
     spec: ModelSpec, tensors: list[tuple[str, torch.Tensor]], device: str, *, allow_native: bool = False
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """(tokens of every sequence, logits of the last step [S, vocab_size] on the CPU), in float32.
+    """Return the greedy tokens of every sequence, and the last step's logits `[S, vocab_size]` on the CPU, in
+    float32.
 
     Prompts are prefilled in chunks, in one batch with the decode steps of the shorter ones.
     """

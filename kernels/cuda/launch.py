@@ -54,7 +54,8 @@ def check_rows(
 def _is_alike(
     tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> bool:
-    """Return whether the cheap checks pass: a pass of a prompt makes hundreds."""
+    """Return whether shape, dtype and device are as expected. These checks are cheap, as a pass of a prompt
+    makes hundreds."""
     return tensor.shape == tuple(shape) and tensor.dtype in dtypes and tensor.device == like.device
 
 
