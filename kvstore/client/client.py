@@ -328,7 +328,7 @@ class KVCachePool:
         return Verification(sum(answer.num_intact for answer in answers), list(dict.fromkeys(damaged)))
 
     def close(self) -> None:
-        """End all connections and leases. Calls in other threads may finish. Idempotent."""
+        """End all connections and leases. Calls in progress in other threads may still finish. Idempotent."""
         self._is_closed = True
         if os.getpid() != self._pid:
             return  # nothing of the parent's is open here

@@ -15,7 +15,7 @@ from kvstore.client.connections import CopyLayers, PoolConnection, PoolURL, Remo
 from kvstore.protocol.answers import Connected, Done, FromRemotePool, GotBlocks, Located, Stats
 from kvstore.protocol.calls import Connect, GetBlocks, GetStats, Lookup, Notice, PutBlocks
 from kvstore.protocol.frames import SMALL_BYTES, FrameBuffer, encode_frame
-from kvstore.protocol.greeting import Challenge, Greeting, Proof, Visitor
+from kvstore.protocol.greeting import Challenge, Greeting, GreetingClient, Proof
 from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums, layer_checksums
 from mooncake.errors import ConfigError, PoolError
 from mooncake.messages.blocks import BlockKey
@@ -72,8 +72,8 @@ class StreamedConnection(PoolConnection):
         Gives up after `timeout_s` seconds.
         """
         due_s = time.monotonic() + timeout_s
-        visitor = Visitor(key)
-        self.notify(visitor.greeting)
+        client = GreetingClient(key)
+        self.notify(client.greeting)
         while (room := self._room_for_message()) is not None:
             if time.monotonic() > due_s:
                 raise TimeoutError(f"{self.url.text} has not proved within {timeout_s:g} s that it is a pool")
@@ -82,7 +82,7 @@ class StreamedConnection(PoolConnection):
             challenge = _CHALLENGE_DECODER.decode(self._frames.take_message()[0])
         except msgspec.MsgspecError as error:
             raise self._broken(str(error)) from None
-        proof = visitor.answer(challenge)
+        proof = client.answer(challenge)
         if proof is None:
             raise ConfigError(
                 f"the pool at {self.url.text} has another cluster key than this client (key id"

@@ -29,7 +29,7 @@ FLUSH_INTERVAL_S = 0.01
 PUB_QUEUE_LEN = 1_000
 """Batches that may wait for a subscriber: those of 10 s and more."""
 ANSWER_QUEUE_LEN = 32
-"""Messages that may wait for the peer that asked for them: 12 MB of snapshot."""
+"""Messages of an answer that may wait for its peer: 12 MB of a snapshot."""
 MAX_ANSWERS = 16
 """Peers that are answered at the same time at most; others wait."""
 ANSWER_TIMEOUT_S = 10.0

@@ -4,9 +4,8 @@ LRU          the one not used for the longest time
 LFU          the one used least often; of those, the one not used for the longest time
 LengthAware  the one used least often; of those, the one furthest from the start of its prompt
 
-Softly pinned blocks are evicted after all others, and after them nothing but the order counts; which tenants'
-blocks go first is for `shares` to say. Choosing costs one pass over the candidates, so callers
-choose many blocks at a time.
+Softly pinned blocks are evicted after all others. Which tenants' blocks are evicted first is decided in
+`shares`, not here. Choosing costs one pass over the candidates, so callers choose many blocks at a time.
 
 Owns: the order. Does not know: which blocks may be evicted.
 """

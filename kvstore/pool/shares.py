@@ -2,10 +2,10 @@
 
 A block belongs to the tenant that has reserved its page, or that is the first to use it after a restart. The
 share of an active tenant is three quarters of an equal part of the pages; the last quarter is headroom, so
-that there is always something to evict, and what a tenant does not use others may. Blocks without a tenant,
-or of one that has used nothing for a while, are not protected: they are evicted in the order of the policy,
-like those of tenants above their share. Pages in use count, and are never evicted: requests that run go
-before shares.
+that some block can always be evicted. A tenant may use pages that others leave unused. Blocks without a
+tenant, or of one that has used nothing for a while, are not protected: they are evicted in the order of the
+policy, like those of tenants above their share. Pages in use count, and are never evicted: requests that run
+go before shares.
 
 Owns: whose each page is. Does not know: which pages are free, the order of eviction, requests.
 """

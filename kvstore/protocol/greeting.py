@@ -18,7 +18,7 @@ from mooncake.security.proofs import NONCE_BYTES
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
-_LABELS = proofs.Labels(visitor=b"pool client", host=b"pool")
+_LABELS = proofs.Labels(connecting=b"pool client", accepting=b"pool")
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
@@ -40,28 +40,28 @@ class Proof(msgspec.Struct, tag=True, frozen=True):
     proof: bytes
 
 
-class Visitor:
+class GreetingClient:
     """The client's end of the greeting on one connection."""
 
     def __init__(self, key: ClusterKey) -> None:
-        self._visitor = proofs.ConnectingSide(key, _LABELS)
-        self.greeting = Greeting(self._visitor.nonce)
+        self._side = proofs.ConnectingSide(key, _LABELS)
+        self.greeting = Greeting(self._side.nonce)
 
     def answer(self, challenge: Challenge) -> Proof | None:
         """Return the proof that this client has the key; None if the pool has another key, and must get no
         further message."""
-        if not self._visitor.recognises(challenge.nonce, challenge.proof):
+        if not self._side.recognises(challenge.nonce, challenge.proof):
             return None
-        return Proof(self._visitor.proof(challenge.nonce))
+        return Proof(self._side.proof(challenge.nonce))
 
 
-class Doorkeeper:
+class GreetingPool:
     """The pool's end of the greeting on one connection."""
 
     def __init__(self, key: ClusterKey, greeting: Greeting) -> None:
-        self._doorkeeper = proofs.AcceptingSide(key, _LABELS, greeting.nonce)
-        self.challenge = Challenge(self._doorkeeper.nonce, self._doorkeeper.proof)
+        self._side = proofs.AcceptingSide(key, _LABELS, greeting.nonce)
+        self.challenge = Challenge(self._side.nonce, self._side.proof)
 
     def admits(self, proof: Proof) -> bool:
         """Return whether a proof comes from a client that has the key."""
-        return self._doorkeeper.admits(proof.proof)
+        return self._side.admits(proof.proof)

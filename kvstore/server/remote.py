@@ -32,7 +32,7 @@ from kvstore.protocol.calls import (
     ToRemotePool,
 )
 from kvstore.protocol.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
-from kvstore.protocol.greeting import Doorkeeper, Greeting, Proof
+from kvstore.protocol.greeting import Greeting, GreetingPool, Proof
 from kvstore.server.client_session import ClientSession
 from kvstore.server.stalls import StallWatch, longest_s
 from kvstore.server.store import Store
@@ -124,12 +124,12 @@ class _Client:
         try:
             async with asyncio.timeout(timeout_s):
                 greeting, _ = await self._next(_GREETING_DECODER)
-                doorkeeper = Doorkeeper(key, greeting)
-                await self._stream.send([encode_frame(doorkeeper.challenge)])
+                pool = GreetingPool(key, greeting)
+                await self._stream.send([encode_frame(pool.challenge)])
                 proof, _ = await self._next(_PROOF_DECODER)
         except (OSError, PoolError) as error:
             raise AuthenticationError(str(error) or f"it proves nothing within {timeout_s:g} s") from error
-        if not doorkeeper.admits(proof):
+        if not pool.admits(proof):
             raise AuthenticationError("it has another cluster key")
         self._frames.trust()
 

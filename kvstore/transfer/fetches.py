@@ -19,7 +19,7 @@ from itertools import takewhile
 from kvstore.pool.claims import Block, PageReservation
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
-from kvstore.transfer.shard_split import Share, shares, steps
+from kvstore.transfer.shard_split import Overlap, overlaps, steps
 from messenger.sender.outgoing_session import OutgoingSession
 from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.sender.requests import Urgency
@@ -144,13 +144,13 @@ class BlockFetch:
         for page in pages:
             self._pool.hold(page)
         try:
-            parts = shares(self._segment.layout, sources)
-            peers = [await self._peers.peer(share.messenger) for share in parts]
+            parts = overlaps(self._segment.layout, sources)
+            peers = [await self._peers.peer(overlap.messenger) for overlap in parts]
             for request in self._requests(peers, parts, urgency):
                 asking = [
-                    asyncio.create_task(self._ask(peer, share, request, urgency))
-                    for peer, share in zip(peers, parts, strict=True)
-                    if common(share.layers, self._model_layers(request))
+                    asyncio.create_task(self._ask(peer, overlap, request, urgency))
+                    for peer, overlap in zip(peers, parts, strict=True)
+                    if common(overlap.layers, self._model_layers(request))
                 ]
                 in_flight.append((request, asking))
                 if len(in_flight) == _MOST_AT_ONCE:
@@ -166,7 +166,7 @@ class BlockFetch:
                 self._pool.unhold(page)
 
     def _requests(
-        self, peers: Sequence[OutgoingSession], parts: Sequence[Share], urgency: Urgency
+        self, peers: Sequence[OutgoingSession], parts: Sequence[Overlap], urgency: Urgency
     ) -> Iterator[_Request]:
         """Yield requests layer by layer, each as large as the peers allow when it is made.
 
@@ -188,7 +188,7 @@ class BlockFetch:
         return self._segment.layout.layers[request.layers.start : request.layers.stop]
 
     async def _ask(
-        self, peer: OutgoingSession, share: Share, request: _Request, urgency: Urgency
+        self, peer: OutgoingSession, overlap: Overlap, request: _Request, urgency: Urgency
     ) -> list[bytes]:
         """Request a peer's share of the blocks.
 
@@ -199,10 +199,10 @@ class BlockFetch:
         blocks = self._blocks[request.first : request.end]
         keys = [block.key for block in blocks if block.key is not None]
         layers, heads = self._model_layers(request), None
-        if share.has_same_heads:
+        if overlap.has_same_heads:
             views = [self._segment.layers_view(block.page, request.layers) for block in blocks]
         else:
-            heads, layer = share.heads, request.layers.start
+            heads, layer = overlap.heads, request.layers.start
             positions = self._segment.layout.head_positions(heads)
             views = [self._segment.heads_view(block.page, layer, positions) for block in blocks]
         checksums = await peer.fetch(keys, views, layers, urgency, heads)

@@ -16,7 +16,7 @@ from mooncake.messages.blocks import KVLayout, common
 from mooncake.messages.pools import MessengerAddress, PoolShard
 
 
-class Share(NamedTuple):
+class Overlap(NamedTuple):
     """The layers and heads of this pool's shard that one member has, numbered as in the model."""
 
     messenger: MessengerAddress
@@ -27,8 +27,8 @@ class Share(NamedTuple):
     pools."""
 
 
-def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
-    """Return the share of each member.
+def overlaps(ours: KVLayout, group: Sequence[PoolShard]) -> list[Overlap]:
+    """Return the overlap of this pool's shard with each member's, without members that have nothing of it.
 
     Raises TransferError unless every head of every layer of `ours` is in exactly one shard of `group`.
     """
@@ -37,14 +37,15 @@ def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
         theirs = shard.layout
         layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
         if layers and heads:
-            found.append(Share(shard.messenger, layers, heads, theirs.heads == ours.heads))
+            found.append(Overlap(shard.messenger, layers, heads, theirs.heads == ours.heads))
     for one, other in combinations(found, 2):
         if common(one.layers, other.layers) and common(one.heads, other.heads):
             names = f"{one.messenger.instance} and {other.messenger.instance}"
             raise TransferError(
                 f"{names} both have heads {one.heads} of layers {one.layers}, or some of them"
             )
-    if sum(len(share.layers) * len(share.heads) for share in found) != ours.num_layers * ours.num_kv_heads:
+    num_found = sum(len(overlap.layers) * len(overlap.heads) for overlap in found)
+    if num_found != ours.num_layers * ours.num_kv_heads:
         names = ", ".join(shard.messenger.instance for shard in group)
         raise TransferError(
             f"layers {ours.layers} with heads {ours.heads} are not all in the shards of {names}"
@@ -52,14 +53,14 @@ def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
     return found
 
 
-def steps(ours: KVLayout, from_shares: Sequence[Share], num_at_once: int) -> Iterator[range]:
+def steps(ours: KVLayout, found: Sequence[Overlap], num_at_once: int) -> Iterator[range]:
     """Yield the positions of all layers, in order, up to `num_at_once` in each step.
 
-    A share has all layers of a step, as one byte range, or none.
+    An overlap has all layers of a step, as one byte range, or none.
     """
-    if not all(share.has_same_heads for share in from_shares):
+    if not all(overlap.has_same_heads for overlap in found):
         num_at_once = 1
-    edges = {ours.layers.start, ours.layers.stop, *(share.layers.start for share in from_shares)}
+    edges = {ours.layers.start, ours.layers.stop, *(overlap.layers.start for overlap in found)}
     for begin, end in pairwise(sorted(edge - ours.first_layer for edge in edges)):
         for first in range(begin, end, num_at_once):
             yield range(first, min(first + num_at_once, end))

@@ -14,7 +14,7 @@ from mooncake.errors import MismatchError, TransferError
 from mooncake.security.keys import ClusterKey
 from mooncake.security.proofs import NONCE_BYTES, AcceptingSide, ConnectingSide, Labels
 
-_LABELS = Labels(visitor=b"messenger sender", host=b"messenger receiver")
+_LABELS = Labels(connecting=b"messenger sender", accepting=b"messenger receiver")
 
 
 class AuthenticationError(TransferError):
@@ -43,8 +43,8 @@ async def introduce(
     Raises TransferError if the receiver refuses, AuthenticationError if the receiver has another key.
     """
     stream = frames.stream
-    visitor = ConnectingSide(key, _LABELS)
-    await stream.send([encode_frame(Hello(SPOKEN.oldest, visitor.nonce, SPOKEN.newest))])
+    connecting = ConnectingSide(key, _LABELS)
+    await stream.send([encode_frame(Hello(SPOKEN.oldest, connecting.nonce, SPOKEN.newest))])
     try:
         challenge = _accepted(await read_message(frames))
     except OSError as error:
@@ -53,13 +53,13 @@ async def introduce(
             f" too many unauthenticated connections, or has TLS; {SAME_TLS}"
         ) from error
     assert isinstance(challenge, Challenge)
-    if not visitor.recognises(challenge.nonce, challenge.proof):
+    if not connecting.recognises(challenge.nonce, challenge.proof):
         raise AuthenticationError(
             "the messenger there has another cluster key; give all nodes the same key file"
         )
     if not SPOKEN.oldest <= challenge.version <= SPOKEN.newest:
         raise TransferError(f"the messenger there speaks version {challenge.version}, not {SPOKEN}")
-    proved = msgspec.structs.replace(introduction, proof=visitor.proof(challenge.nonce))
+    proved = msgspec.structs.replace(introduction, proof=connecting.proof(challenge.nonce))
     await stream.send([encode_frame(proved)], fd=fd)
     welcome = _accepted(await read_message(frames))
     assert isinstance(welcome, Welcome)
@@ -78,8 +78,8 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
         version = common_version(hello)
         if len(hello.nonce) != NONCE_BYTES:
             raise AuthenticationError(f"a nonce of {len(hello.nonce)} bytes")
-        doorkeeper = AcceptingSide(key, _LABELS, hello.nonce)
-        await stream.send([encode_frame(Challenge(doorkeeper.nonce, doorkeeper.proof, version))])
+        accepting = AcceptingSide(key, _LABELS, hello.nonce)
+        await stream.send([encode_frame(Challenge(accepting.nonce, accepting.proof, version))])
         introduction = await read_message(frames)
         assert isinstance(introduction, Introduction)
     except MismatchError as error:
@@ -87,7 +87,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
         raise
     except (OSError, TransferError) as error:
         raise AuthenticationError(str(error)) from error
-    if not doorkeeper.admits(introduction.proof):
+    if not accepting.admits(introduction.proof):
         raise AuthenticationError("it has another cluster key")
     return introduction
 

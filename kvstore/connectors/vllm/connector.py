@@ -21,11 +21,11 @@ from kvstore.connectors.vllm import generators
 from kvstore.connectors.vllm.adapters import Adapters
 from kvstore.connectors.vllm.engine_kv import EngineKV
 from kvstore.connectors.vllm.link import PoolLink
-from kvstore.connectors.vllm.page_order import page_order
 from kvstore.connectors.vllm.plans import StepPlan
 from kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from kvstore.connectors.vllm.settings import ConnectorSettings
-from kvstore.connectors.vllm.worker_side import Memory, WorkerSide
+from kvstore.connectors.vllm.worker.page_order import page_order
+from kvstore.connectors.vllm.worker.worker_side import Memory, WorkerSide
 from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)

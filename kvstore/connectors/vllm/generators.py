@@ -17,7 +17,8 @@ _in_use = weakref.WeakSet["RewindableGenerator"]()
 
 
 class _AnyGenerator(type(_PlainGenerator)):  # type: ignore[misc]
-    """Makes `isinstance(x, torch.Generator)` true for generators made before the class was replaced, too."""
+    """A metaclass by which `isinstance(x, torch.Generator)` is also true of generators made before the class
+    was replaced."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _PlainGenerator)
@@ -26,7 +27,7 @@ class _AnyGenerator(type(_PlainGenerator)):  # type: ignore[misc]
 class RewindableGenerator(_PlainGenerator, metaclass=_AnyGenerator):
     """A generator that is set back to the beginning of the step, whatever the offset.
 
-    vLLM sets back by one draw, and draws once in a step.
+    vLLM draws once in a step, and sets the generator back by one draw.
     """
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -54,7 +55,7 @@ class RewindableGenerator(_PlainGenerator, metaclass=_AnyGenerator):
 
 
 def install() -> None:
-    """Have all generators that are made in this process from now on be rewindable. Idempotent."""
+    """Make all generators that this process creates from now on rewindable. Idempotent."""
     torch.Generator = RewindableGenerator  # type: ignore[misc]
 
 

@@ -49,8 +49,8 @@ class StorePlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The loads that begin with a step, the blocks that the step completes, and changes of requests before
-    it."""
+    """The plan of one step: the loads that begin with it, the blocks that it completes, and the requests that
+    were preempted or finished since the step before."""
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)

@@ -15,7 +15,7 @@ import xxhash
 from kvstore.client.client import KVCachePool
 from kvstore.connectors.vllm.plans import StepPlan
 from kvstore.connectors.vllm.scheduler_side import SchedulerSide
-from kvstore.connectors.vllm.worker_side import Memory, WorkerSide
+from kvstore.connectors.vllm.worker.worker_side import Memory, WorkerSide
 from mooncake.messages.blocks import DTYPE_BYTES, KVLayout
 from tests.deadline import DEADLINE_S
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.connectors.vllm import pages as engine_pages
+from kvstore.connectors.vllm.worker import pages as engine_pages
 from mooncake.messages.blocks import KVLayout, block_keys, client_salt, root_key
 from mooncake.messages.pools import Tier
 from tests.kvstore.connectors.engine import Engine, Outcome, Request

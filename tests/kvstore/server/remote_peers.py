@@ -15,7 +15,7 @@ from kvstore.protocol.calls import (
     PutBlocks,
 )
 from kvstore.protocol.frames import FrameBuffer, encode_frame
-from kvstore.protocol.greeting import Challenge, Visitor
+from kvstore.protocol.greeting import Challenge, GreetingClient
 from messenger.wire.checksums import layer_checksums
 from mooncake.messages.blocks import BlockKey, KVLayout
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
@@ -34,10 +34,10 @@ class Peer:
     def __init__(self, address: tuple[str, int], layout: KVLayout = LAYOUT, *, greet: bool = True) -> None:
         self.sock = socket.create_connection(address, DEADLINE_S)
         self._frames = FrameBuffer()
-        visitor = Visitor(CLUSTER_KEY)
-        self.send(visitor.greeting)
+        client = GreetingClient(CLUSTER_KEY)
+        self.send(client.greeting)
         self._fill()
-        proof = visitor.answer(msgspec.msgpack.decode(self._frames.take_message()[0], type=Challenge))
+        proof = client.answer(msgspec.msgpack.decode(self._frames.take_message()[0], type=Challenge))
         assert proof is not None
         self._frames.trust()
         self.send(proof)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.transfer.shard_split import shares, steps
+from kvstore.transfer.shard_split import overlaps, steps
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard
@@ -25,11 +25,12 @@ def group(*layouts: KVLayout) -> list[PoolShard]:
 
 def test_each_member_is_asked_for_what_it_has_of_ours() -> None:
     ours = shard(range(2, 8), range(1, 4))
-    found = shares(
+    found = overlaps(
         ours, group(shard(range(4)), shard(range(4, 8), range(3)), shard(range(4, 8), range(3, 6)))
     )
     assert [
-        (share.messenger.instance, share.layers, share.heads, share.has_same_heads) for share in found
+        (overlap.messenger.instance, overlap.layers, overlap.heads, overlap.has_same_heads)
+        for overlap in found
     ] == [
         ("p0", range(2, 4), range(1, 4), False),
         ("p1", range(4, 8), range(1, 3), False),
@@ -38,8 +39,8 @@ def test_each_member_is_asked_for_what_it_has_of_ours() -> None:
 
 
 def test_members_that_have_nothing_of_ours_are_left_alone() -> None:
-    found = shares(shard(range(4)), group(shard(range(4)), shard(range(4, 8))))
-    assert [(share.messenger.instance, share.has_same_heads) for share in found] == [("p0", True)]
+    found = overlaps(shard(range(4)), group(shard(range(4)), shard(range(4, 8))))
+    assert [(overlap.messenger.instance, overlap.has_same_heads) for overlap in found] == [("p0", True)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_members_that_have_nothing_of_ours_are_left_alone() -> None:
 )
 def test_group_that_lacks_something_is_refused(layouts: Sequence[KVLayout]) -> None:
     with pytest.raises(TransferError, match="are not all in the shards"):
-        shares(WHOLE, group(*layouts))
+        overlaps(WHOLE, group(*layouts))
 
 
 @pytest.mark.parametrize(
@@ -68,12 +69,12 @@ def test_group_that_lacks_something_is_refused(layouts: Sequence[KVLayout]) -> N
 )
 def test_group_that_has_something_twice_is_refused(layouts: Sequence[KVLayout]) -> None:
     with pytest.raises(TransferError, match="both have"):
-        shares(WHOLE, group(*layouts))
+        overlaps(WHOLE, group(*layouts))
 
 
 def test_layers_come_together_only_where_they_are_one_range() -> None:
     def positions(ours: KVLayout, *layouts: KVLayout) -> list[tuple[int, int]]:
-        return [(at.start, at.stop) for at in steps(ours, shares(ours, group(*layouts)), 3)]
+        return [(at.start, at.stop) for at in steps(ours, overlaps(ours, group(*layouts)), 3)]
 
     assert positions(WHOLE, WHOLE) == [(0, 3), (3, 6), (6, 8)]
     assert positions(WHOLE, shard(range(5)), shard(range(5, 8))) == [(0, 3), (3, 5), (5, 8)]

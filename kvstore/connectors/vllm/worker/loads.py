@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.client import KVCachePool
-from kvstore.connectors.vllm.pages import EnginePages
 from kvstore.connectors.vllm.plans import LoadPlan, PlacedBlock, pages_of
+from kvstore.connectors.vllm.worker.pages import EnginePages
 from mooncake.errors import MooncakeError
 
 _NUM_THREADS = 2

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.client.client import KVCachePool
-from kvstore.connectors.vllm.pages import EnginePages
 from kvstore.connectors.vllm.plans import PlacedBlock, StorePlan
+from kvstore.connectors.vllm.worker.pages import EnginePages
 from messenger.wire.checksums import Addresses, Digests
 from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey

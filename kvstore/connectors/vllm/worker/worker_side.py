@@ -5,12 +5,12 @@ Owns: the transfers that a step begins and ends. Does not know: vLLM's classes, 
 
 from dataclasses import dataclass
 
-from kvstore.connectors.vllm import pages
 from kvstore.connectors.vllm.link import PoolLink
-from kvstore.connectors.vllm.loads import WorkerLoads
-from kvstore.connectors.vllm.pages import EnginePages, Order
 from kvstore.connectors.vllm.plans import LoadPlan, StepPlan
-from kvstore.connectors.vllm.stores import WorkerStores
+from kvstore.connectors.vllm.worker import pages
+from kvstore.connectors.vllm.worker.loads import WorkerLoads
+from kvstore.connectors.vllm.worker.pages import EnginePages, Order
+from kvstore.connectors.vllm.worker.stores import WorkerStores
 from messenger.wire import checksums
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.connectors.vllm.pages import Order
+from kvstore.connectors.vllm.worker.pages import Order
 from mooncake.errors import ConfigError
 
 _BASE = 128
