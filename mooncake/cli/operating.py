@@ -26,7 +26,7 @@ from mooncake.messages.workers import InstanceState, Role
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 MOST_MISSED_S = 10.0
-"""Seconds for which a server that has answered before may not answer."""
+"""Seconds for which a server that has answered before may give no answer."""
 
 
 _Body = TypeVar("_Body")

@@ -23,10 +23,10 @@ from mooncake.errors import ConfigError, MooncakeError
 from mooncake.messages.costs import Costs, Point, fit, prefill_quantities
 from mooncake.messages.workers import Role
 from mooncake.model.checkpoint import open_checkpoint
+from mooncake.node.child import Child
 from mooncake.node.plan import ChildSpec
 from mooncake.node.process import Fatal, Measured, Progress
 from mooncake.node.process_config import WorkerProcess
-from mooncake.node.supervisor import Child
 from mooncake.security.keys import ClusterKey
 
 STOP_S = 4.0

@@ -13,7 +13,7 @@ Incoming = TypeVar("Incoming")
 
 
 class ConductorDealer(Dealer[Incoming]):
-    """A `Dealer` to the leader that is known, if there is one yet, and to its successors."""
+    """A `Dealer` to the known leader, if there is one yet, and to its successors."""
 
     def __init__(self, leaders: Leaders, identity: bytes, incoming: Any, key: ClusterKey) -> None:
         self._leaders, self._leader = leaders, leaders.latest
@@ -21,7 +21,8 @@ class ConductorDealer(Dealer[Incoming]):
 
     @property
     def least_epoch(self) -> int:
-        """Epoch of the leader. A Conductor with a lower one does not lead any more, and is not obeyed."""
+        """The epoch of the leader. A Conductor with a lower epoch does not lead any more, and is not
+        obeyed."""
         return 0 if self._leader is None else self._leader.epoch
 
     async def follow(self) -> None:

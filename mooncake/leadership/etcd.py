@@ -20,24 +20,26 @@ from mooncake.errors import ConfigError, MooncakeError, first_line
 ANSWER_TIMEOUT_S = 1.0
 """Seconds for an answer of one member, less than a lease."""
 STATE_TIMEOUT_S = 5.0
-"""Seconds for an answer about state, which may be large, where writing to etcd's disk takes long."""
+"""Seconds for an answer about state, which may be large, and which etcd may be slow to write to its disk."""
 SILENCE_S = 10.0
-"""Seconds after which a silent watch is begun again, at another member if this one does not answer: a failed
-network ends no connection."""
+"""Seconds after which a silent watch is begun again, at another member if this one does not answer. (A
+network that fails ends no connection.)"""
 _NO_ANSWER = (httpx.HTTPError, ssl.SSLError)
-"""The second one is an alert after a handshake (TLS 1.3) without our certificate: httpx lets it through."""
+"""The errors that count as no answer. (An alert after a TLS 1.3 handshake without our certificate is an
+SSLError, which httpx does not translate.)"""
 _UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
 _OLD_LOGIN = "revision of auth store is old"
 _REFUSALS = ("authentication", "permission denied", "user name is empty")
-"""Parts of messages of errors about the configuration, here or at etcd. All others may pass."""
+"""Parts of the messages of errors that are permanent, caused by the configuration here or at etcd. Other
+errors may pass."""
 
 
 class UnreachableError(MooncakeError):
-    """No member of etcd answers, or they have no leader among them."""
+    """No member of etcd answers, or the members have no leader."""
 
 
 class RefusedError(MooncakeError):
-    """etcd answers, and does not let this client do what it asks for."""
+    """etcd answers, and does not permit the operation."""
 
 
 class LeaseLostError(MooncakeError):
@@ -45,15 +47,15 @@ class LeaseLostError(MooncakeError):
 
 
 class _OldLoginError(MooncakeError):
-    """The login is not known, or not any more."""
+    """etcd does not know the login token, or not any more."""
 
 
 class _ExistsError(MooncakeError):
-    """There is a lease of this number: the answer to an earlier try was lost."""
+    """A lease with this number exists, as the answer to an earlier try was lost."""
 
 
 class FirstKey(NamedTuple):
-    """The oldest key under a prefix. `revision` is the store's when the key was created."""
+    """The oldest key under a prefix. `revision` is etcd's when the key was created."""
 
     key: bytes
     value: bytes
@@ -64,7 +66,7 @@ class Etcd:
     """A client of all members of one etcd. Use as an async context manager."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Prepare the client. Raises ConfigError for unusable files."""
         self._urls, self._first = list(config.etcd_endpoints), 0
         self._login: dict[str, str] | None = None
         if config.etcd_user is not None and config.etcd_password_file is not None:
@@ -81,7 +83,8 @@ class Etcd:
     # All of these raise UnreachableError and RefusedError.
 
     async def grant(self, lease: int, ttl_s: int) -> None:
-        """Make the lease of this number, unless it exists. etcd has a least TTL of its own."""
+        """Grant the lease with this number, unless it exists. etcd may raise the time to live to its own
+        minimum."""
         with contextlib.suppress(_ExistsError):
             await self._ask("lease/grant", {"ID": lease, "TTL": ttl_s})
 
@@ -96,7 +99,8 @@ class Etcd:
         await self._ask("lease/revoke", {"ID": lease})
 
     async def create(self, key: bytes, value: bytes, lease: int) -> None:
-        """Put a key that exists as long as the lease does, unless the key exists. Raises LeaseLostError."""
+        """Create a key that exists as long as the lease does, unless the key exists already. Raises
+        LeaseLostError."""
         if int((await self._ask("kv/range", {"key": key, "count_only": True})).get("count", 0)):
             return  # a full etcd would refuse what changes nothing too
         absent = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
@@ -108,17 +112,17 @@ class Etcd:
     ) -> tuple[bool, int]:
         """Put keys, or delete those whose value is None, all at once, if the key `guard` has not changed.
 
-        Each such change puts the guard, under `lease`: a change whose answer was lost is carried out before
-        the next one, or never. Raises LeaseLostError.
+        Each change puts the guard too, under `lease`. So a change whose answer was lost is carried out before
+        the next change, or never. Raises LeaseLostError.
 
         Args:
             values: At most 127 keys.
-            guard: A key that nothing else changes.
-            revision: etcd's revision of the latest change of the guard that is known; 0 before the first.
+            guard: A key that only these changes write.
+            revision: etcd's revision of the latest known change of the guard; 0 before the first.
             lease: The lease of the guard.
 
         Returns:
-            Whether it was carried out, and the revision to try with next.
+            Whether the change was made, and the revision for the next try.
         """
         unchanged = {"key": guard, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
         requests: list[dict[str, Any]] = [{"request_put": {"key": guard, "lease": lease}}]
@@ -136,14 +140,14 @@ class Etcd:
         return False, int(found[0]["mod_revision"]) if found else 0
 
     async def page(self, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """Return the next keys behind `after`, in their order, that begin with `prefix` + `/`, and their
-        values; `limit` of them, or all that there are."""
+        """Return keys that begin with `prefix` + `/`, and their values: the next `limit` of them behind
+        `after`, in order, or all that are left."""
         wanted = {"key": after + b"\0", "range_end": prefix + bytes([ord("/") + 1]), "limit": limit}
         answer = await self._ask("kv/range", wanted, STATE_TIMEOUT_S)
         return [(_bytes(kv["key"]), _bytes(kv.get("value", ""))) for kv in answer.get("kvs", ())]
 
     async def first(self, prefix: bytes) -> AsyncGenerator[FirstKey, None]:
-        """Yield the oldest key under `prefix` + `/`, and each key that becomes the oldest later.
+        """Yield the oldest key under `prefix` + `/`, and later each key that becomes the oldest.
 
         Ends after `SILENCE_S` without news; the next call begins with the key that is the oldest then.
         """
@@ -167,7 +171,7 @@ class Etcd:
         raise self._next_member("the connection has ended")
 
     async def _check(self, prefix: bytes) -> None:
-        """Ask for any answer about keys under `prefix`, and log in again where that is needed."""
+        """Ask for an answer about keys under `prefix`, and log in again if necessary."""
         await self._ask("kv/range", {"key": prefix + b"/", "count_only": True})
 
     # -- one call -----------------------------------------------------------------------------------
@@ -213,13 +217,13 @@ class Etcd:
         return self._http.build_request("POST", url, content=content, headers=headers, timeout=timeout)
 
     def _next_member(self, error: Exception | str) -> UnreachableError:
-        """Ask another member from now on. Returns the error about the one that was asked."""
+        """Switch to another member. Returns the error of the one that was asked."""
         failed, self._first = self._urls[self._first], (self._first + 1) % len(self._urls)
         return UnreachableError(f"{failed}: {error if isinstance(error, str) else first_line(error)}")
 
 
 def _result(content: bytes) -> Any:
-    """Return the content of an answer, or of one line of a stream, if it is not an error."""
+    """Return the content of an answer, or of one line of a stream. Raises the error that it reports."""
     message = _decoded(content)
     if "error" in message:
         _raise_failure(content)
@@ -227,7 +231,7 @@ def _result(content: bytes) -> Any:
 
 
 def _raise_failure(content: bytes) -> NoReturn:
-    """Raise the error that an answer has."""
+    """Raise the error that an answer reports."""
     failure = _decoded(content)
     if isinstance(failure.get("error"), dict):  # in a stream
         failure = failure["error"]

@@ -1,7 +1,7 @@
 """The Conductor that leads, as fronts and workers learn of it: from the configuration, or from etcd.
 
-Owns: the leader that is known, the tasks that wait for the next one. Does not know: how a Conductor becomes
-leader (`mooncake.leadership.terms`).
+Owns: the known leader, the tasks that wait for the next one. Does not know: how a Conductor becomes leader
+(`mooncake.leadership.terms`).
 """
 
 import asyncio
@@ -19,14 +19,15 @@ from mooncake.leadership.etcd import Etcd, FirstKey, RefusedError, UnreachableEr
 from mooncake.versions import Versions
 
 CONDUCTORS = "conductors"
-"""Behind the prefix of the cluster, the prefix of keys of Conductors. The oldest of them leads."""
+"""The prefix, behind that of the cluster, of the Conductors' keys. The Conductor with the oldest key
+leads."""
 RETRY_S = 0.5
 """Seconds between two tries to reach etcd."""
 log = logging.getLogger(__name__)
 
 
 class Reach:
-    """Whether etcd answers. A change is logged once."""
+    """The knowledge whether etcd answers. A change is logged once."""
 
     def __init__(self) -> None:
         self.is_given = True
@@ -38,7 +39,7 @@ class Reach:
         self.is_given = True
 
     def failed(self, error: Exception) -> None:
-        """Record that there was none."""
+        """Record that no answer has come."""
         if self.is_given:
             log.warning("etcd does not answer: no conductor takes over from another one now (%s)", error)
         self.is_given = False
@@ -48,14 +49,15 @@ class Fit(msgspec.Struct, frozen=True):
     """The properties that all Conductors of a cluster share with its fronts and workers."""
 
     versions: Versions
-    """Versions of the protocol."""
+    """The versions of the protocol that they speak."""
     fingerprint: str
-    """Fingerprint of the model, dtype and block size included."""
+    """The fingerprint of the model, with dtype and block size."""
     key_id: str
-    """Name of the cluster key."""
+    """The id of the cluster key."""
 
     def difference(self, theirs: "Fit") -> str:
-        """Return how two Conductors differ, for people; empty if one can follow the other."""
+        """Return how another Conductor differs from this one, for people; empty if one can take over from the
+        other."""
         if self.key_id != theirs.key_id:
             return f"has another cluster key: {theirs.key_id}, here it is {self.key_id}"
         if self.versions.common(theirs.versions) is None:
@@ -67,17 +69,18 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """The value of a Conductor's key."""
+    """A Conductor's addresses and properties: the value of its key in etcd."""
 
     endpoint: str
-    """The endpoint at which workers and fronts find it."""
+    """The endpoint to which workers and fronts connect."""
     url: str
-    """The address of its HTTP routes, for people."""
+    """The address of the Conductor's HTTP routes, for people."""
     fit: Fit | None = None
-    """None: a release that does not say."""
+    """The properties that must fit; None from a release that does not send them."""
 
     def check_beside(self, leader: "Candidate") -> None:
-        """Raise ConfigError if this Conductor could not take over from `leader`, as all would refuse it."""
+        """Raise ConfigError if this Conductor could not take over from `leader`, as fronts and workers would
+        refuse it."""
         if self.fit is None or leader.fit is None:
             return
         if difference := self.fit.difference(leader.fit):
@@ -85,7 +88,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidate_of(key: FirstKey) -> Candidate:
-    """Return the Conductor whose key this is. Raises RefusedError."""
+    """Return the Conductor that has this key. Raises RefusedError for a value that is none."""
     try:
         return msgspec.json.decode(key.value, type=Candidate)
     except msgspec.MsgspecError as error:
@@ -93,14 +96,14 @@ def candidate_of(key: FirstKey) -> Candidate:
 
 
 class Leader(NamedTuple):
-    """The Conductor that leads, whose messages have this epoch; 0: any."""
+    """The Conductor that leads. Its messages have this epoch; 0 stands for any."""
 
     endpoint: str
     epoch: int = 0
 
 
 class Leaders:
-    """The leader, and its successors."""
+    """The known leader, and its successors. `latest` is None before the first."""
 
     def __init__(self, leader: Leader | None = None) -> None:
         self.latest = leader
@@ -109,7 +112,7 @@ class Leaders:
         self._changed = asyncio.Event()
 
     def tell(self, leader: Leader) -> None:
-        """Tell all that wait of a leader."""
+        """Set the leader, and wake all tasks that wait for one."""
         if leader != self.latest:
             self.latest = leader
             self._changed.set()
@@ -122,7 +125,7 @@ class Leaders:
         return self.latest
 
     async def after(self, leader: Leader | None) -> Leader:
-        """Wait until another one than `leader` leads."""
+        """Wait until a leader other than `leader` is known."""
         while self.latest is None or self.latest == leader:
             await self._changed.wait()
         return self.latest
@@ -130,9 +133,10 @@ class Leaders:
 
 @contextlib.asynccontextmanager
 async def following(cluster: ClusterConfig, conductor: ConductorConfig) -> AsyncIterator[Leaders]:
-    """Follow the leaders of the cluster while the block runs. Without etcd it is the one that is configured.
+    """Make a context in which the leaders of the cluster are followed. Without etcd the configured Conductor
+    leads.
 
-    Raises ConfigError for files that cannot be used, and if etcd refuses this node at the start.
+    Raises ConfigError for unusable files, and if etcd refuses this node at the start.
     """
     if not cluster.has_standbys:
         yield Leaders(Leader(conductor.endpoint))

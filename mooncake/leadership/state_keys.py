@@ -1,7 +1,8 @@
-"""The keys in which a leader's state outlives its process: etcd's, where its successor finds them.
+"""The keys in etcd that keep a leader's state, so that the next leader finds it.
 
-Only the leader changes them, in the order of its calls: etcd refuses a process whose lease has ended, even if
-nobody has told it yet, and a change whose answer was lost once a later one is carried out.
+Only the leader changes them, in the order of its calls. etcd refuses changes of a process whose lease has
+ended, even before the process knows of that. It also refuses a change whose answer was lost, once a later
+change has been made.
 
 Owns: the key that guards the order, when reading is tried again. Does not know: what the values mean.
 """
@@ -18,16 +19,17 @@ from mooncake.leadership.etcd import Etcd, LeaseLostError, RefusedError, Unreach
 from mooncake.leadership.leaders import RETRY_S
 
 WRITERS = "writers"
-"""Behind the prefix of the cluster, the prefix of keys that change with each change of their leader."""
+"""The prefix, behind that of the cluster, of the keys that guard the order of changes: one for each
+leader."""
 MAX_KEYS = 100
-"""Most keys of a change; etcd takes 128, if it is not told otherwise."""
+"""Keys of one change at most; etcd takes 128 unless configured otherwise."""
 LATE_S = 0.5
-"""Seconds after which a failure is late."""
+"""Seconds after which a failure counts as late."""
 log = logging.getLogger(__name__)
 
 
 class StateKeys:
-    """The keys below the cluster's prefix, read and changed by the leader of the lease `life`."""
+    """The keys below the cluster's prefix, for the leader whose lease is `life`."""
 
     def __init__(self, etcd: Etcd, cluster: ClusterConfig, life: int) -> None:
         self._etcd, self._prefix, self._life = etcd, cluster.etcd_prefix, life
@@ -36,9 +38,9 @@ class StateKeys:
         self._fails, self._num_late = False, 0
 
     async def read(self, folder: str, at_once: int) -> dict[str, bytes]:
-        """Return the values of all keys in a folder, by name; waits until etcd answers.
+        """Return the values of all keys in a folder, by name. Waits until etcd answers.
 
-        `at_once`: the number of keys in an answer, which etcd must begin within a few seconds. Raises
+        `at_once`: the number of keys in one answer, which etcd must begin within a few seconds. Raises
         ConfigError.
         """
         prefix = f"{self._prefix}/{folder}".encode()
@@ -59,9 +61,11 @@ class StateKeys:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait until all that were here before have had their turns, and have it while the block runs.
+        """Make a context in which the caller may make changes: one caller at a time, in the order of their
+        calls.
 
-        Raises NotStoredError if etcd has failed one of theirs late: else each would wait as long.
+        Raises NotStoredError if etcd has failed an earlier caller late, as otherwise each caller would wait
+        that long.
         """
         num_late = self._num_late
         async with self._changing:
@@ -70,9 +74,10 @@ class StateKeys:
             yield
 
     async def change(self, values: Mapping[str, bytes | None]) -> None:
-        """Set keys, or remove those whose value is None, all or none, in one's turn.
+        """Set keys, or remove those whose value is None, all or none. To be called within `turn`.
 
-        Raises NotStoredError. Then etcd may have made the change, or make it yet, until a later one is made.
+        Raises NotStoredError. etcd may have made the change nevertheless, or may make it until a later change
+        is made.
         """
         changes = {f"{self._prefix}/{name}".encode(): value for name, value in values.items()}
         begun_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""How a Conductor becomes the leader, and how long it is.
+"""The terms of Conductors: how a Conductor becomes the leader, and for how long.
 
 Without etcd a Conductor leads from its start to its end. With etcd it leads when its key is the oldest of all
 Conductors' keys, until its lease in etcd has expired. While etcd does not answer nothing changes: a leader
@@ -22,15 +22,16 @@ from mooncake.leadership.leaders import CONDUCTORS, RETRY_S, Candidate, Reach, c
 
 RENEWALS_PER_LEASE = 3
 _LAST_CALL_S = 1.0
-"""Seconds for telling etcd that a process has ended."""
+"""Seconds in which etcd is told that a process has ended."""
 
 
 class LeadershipLostError(MooncakeError):
-    """The lease of this process in etcd has expired: it is neither the leader nor a standby."""
+    """The lease of this process in etcd has expired, so that the process neither leads nor stands by."""
 
 
 class Standby(NamedTuple):
-    """The state of a Conductor that does not lead. `leader` is None while it is unknown."""
+    """The state of a Conductor that does not lead. `leader` is None while unknown; `waits_for` is for
+    people."""
 
     leader: Candidate | None
     waits_for: str
@@ -64,18 +65,20 @@ async def leading(
     reach: Reach,
     on_wait: Callable[[Standby], None],
 ) -> AsyncIterator[Term]:
-    """Wait until this process leads; it is the leader as long as the block runs and its term has not ended.
+    """Make a context in which this process leads: wait for the leadership, and give it up at the end.
+
+    The process is the leader until the context or its term ends.
 
     Args:
         cluster: The section of the configuration. Without etcd this process leads at once.
         candidate: The addresses of this process.
         life: A number that grows with each start of a Conductor. Without etcd it is the epoch. With etcd it
             is the number of the lease, and the epoch is etcd's revision that made this process a candidate.
-        reach: Told whether etcd answers.
-        on_wait: Called each time that it is known anew what this process waits for.
+        reach: Records whether etcd answers.
+        on_wait: Called with what this process waits for, whenever that changes.
 
-    Raises LeadershipLostError while it waits. Raises ConfigError for files that cannot be used, if etcd
-    refuses this process, and if the process does not fit the Conductor that leads.
+    Raises LeadershipLostError if the lease expires during the wait. Raises ConfigError for unusable files, if
+    etcd refuses this process, and if the process does not fit the Conductor that leads.
     """
     if not cluster.has_standbys:
         yield Term(life)
@@ -97,7 +100,7 @@ async def leading(
 
 
 def conductor_key(cluster: ClusterConfig, life: int) -> bytes:
-    """Return the key of the Conductor whose lease is `life`. It is there as long as the lease."""
+    """Return the key of the Conductor whose lease is `life`. The key exists as long as the lease."""
     return f"{cluster.etcd_prefix}/{CONDUCTORS}/{life:x}".encode()
 
 
@@ -152,7 +155,7 @@ async def _win(
     reach: Reach,
     on_wait: Callable[[Standby], None],
 ) -> int:
-    """Put the key of this process, wait until it is the oldest one, and return its revision."""
+    """Create the key of this process, wait until it is the oldest, and return its revision."""
     conductors = key.rpartition(b"/")[0]
     while True:
         try:

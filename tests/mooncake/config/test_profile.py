@@ -18,9 +18,9 @@ from mooncake.config.profile import (
 )
 from mooncake.errors import ConfigError
 from mooncake.messages.costs import Costs, ModelShape, Point, fit, prefill_quantities
+from mooncake.node.child import Child
 from mooncake.node.plan import ChildSpec
 from mooncake.node.process import Measured
-from mooncake.node.supervisor import Child
 from tests.mooncake.fake_child import FakeConfig
 
 COSTS = Costs(0.004, 3e-4, 2e-8)

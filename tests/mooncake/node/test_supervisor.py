@@ -15,9 +15,10 @@ import pytest
 from mooncake.config.settings import load_config
 from mooncake.errors import ConfigError
 from mooncake.node import supervisor
+from mooncake.node.child import Child
 from mooncake.node.lives import Life
 from mooncake.node.plan import ChildSpec
-from mooncake.node.supervisor import Child, Stopping, Supervisor
+from mooncake.node.supervisor import Stopping, Supervisor
 from tests.deadline import DEADLINE_S
 from tests.mooncake.fake_child import FakeConfig
 
@@ -186,7 +187,7 @@ def test_pauses_grow_with_starts_that_fail_and_with_nothing_else(
     behaviour: str,
     pauses: list[str],
 ) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr("mooncake.node.child.FIRST_BACKOFF_S", 0.02)
     code, output = supervise([child("a", behaviour, tmp_path)], ["ready served 4"], capsys)
     assert code == 0
     assert re.findall(r"starting it again in (.*)\. Its last", output) == pauses
@@ -279,7 +280,8 @@ def test_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, select, signal\n"
         "from mooncake.node.plan import ChildSpec\n"
-        "from mooncake.node.supervisor import Child, Stopping, Supervisor\n"
+        "from mooncake.node.child import Child\n"
+        "from mooncake.node.supervisor import Stopping, Supervisor\n"
         f"spec = ChildSpec('a', 'tests.mooncake.fake_child', lambda _: {config.model_dump_json()!r})\n"
         "async def stop_when_stuck(writes):\n"
         "    while select.select([], [2], [], 0)[1] or writes.qsize() < 2:\n"
