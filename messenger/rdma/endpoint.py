@@ -40,7 +40,7 @@ _MAX_READS: Final = 16
 _NUM_RETRIES: Final = 6
 """Retries after no answer. (Soft-RoCE takes 7 for infinity.)"""
 _DEAD_PEER_S: Final = 1.0
-"""Seconds without an answer after which a peer counts as dead, as exactly as devices can count."""
+"""Seconds without an answer after which a peer counts as dead, as precisely as the device can time it."""
 _RNR_DELAY_CODE: Final = 12
 """The verbs' code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
 _HOP_LIMIT: Final = 64

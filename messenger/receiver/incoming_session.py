@@ -55,9 +55,10 @@ class IncomingSession:
     grants: dict[int, int] = field(default_factory=dict)
     """The grant of each open transfer."""
     lets_place: bool = False
-    """Whether a lane has let the sender place bytes by itself.
+    """Whether the sender may place bytes by itself over some lane.
 
-    Writes placed over it may be announced on another lane, which does not.
+    A write that was placed over such a lane may be announced on a lane over which the sender may place
+    nothing.
     """
     given_up: dict[int, None] = field(default_factory=dict)
     """The latest transfers that were given up. A late write does not open them again."""

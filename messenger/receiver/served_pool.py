@@ -116,7 +116,8 @@ class ReadSource(Protocol):
         """
 
     def verify(self, keys: Sequence[bytes], layers: range) -> None:
-        """Compare layers of these blocks with their checksums, after a reader has got other bytes.
+        """Compare layers of these blocks with their checksums, after a reader has reported that its copy did
+        not match.
 
         Damaged blocks are dropped.
         """

@@ -20,8 +20,8 @@ _CROWDED_GROWTH = 4
 class Backoff:
     """The decision before which sleeps to busy poll: half as often after each poll without an event.
 
-    Where other processes want the processor, polls are even rarer: the scheduler runs a process that polls
-    after the others, but one that is woken up before them.
+    Where other processes want the processor, polls are rarer still: the scheduler lets a process that polls
+    wait behind the others, but runs a process that is woken up before them.
     """
 
     def __init__(self) -> None:

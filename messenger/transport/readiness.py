@@ -17,7 +17,7 @@ class Readiness:
     """The wait for one direction of a socket: to be readable, or to be writable.
 
     The socket stays registered with the event loop between two waits, as registering takes system calls. An
-    event that comes while nothing waits ends that.
+    event that comes while nothing waits ends the registration.
     """
 
     def __init__(

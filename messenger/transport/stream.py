@@ -27,7 +27,8 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 TURN_BYTES = 2 << 20
 """Bytes that are moved before other tasks run: half a millisecond over loopback."""
 _LEAST_BYTES = 16 * 1024
-"""Bytes as which a piece counts at least, as small pieces take processor time too."""
+"""The least number of bytes that a system call counts for in a turn, as small pieces take processor time
+too."""
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 2, 1, 3
 """Seconds of silence before TCP probes, seconds between probes, and number of probes, after which a vanished
 host is given up."""
