@@ -125,8 +125,8 @@ class DeviceKVCache:
         return tuple(self._tensors[0].shape)
 
     def new_layers(self, num_pages: int, num_heads: int) -> list[torch.Tensor]:
-        """Return new tensors for `num_pages` pages of `num_heads` KV heads, one for each layer that has
-        memory at a time."""
+        """Return new tensors for `num_pages` pages of `num_heads` KV heads: one for each layer, or as many as
+        `window` has layers."""
         # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
         shape = (num_pages, num_heads, 2, self.page_size, self.spec.head_dim)
         layers = range(self.window or len(self.layers))

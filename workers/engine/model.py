@@ -196,15 +196,15 @@ class DecoderModel:
         return len(self.freed_layers) * self.layer_bytes if self.freed_layers else 0
 
     def free_layers(self, layers: range) -> None:
-        """Return the memory of these layers' weights to the system. Nothing computes the layers now, nor
-        before `load_freed_layers`."""
+        """Return the memory of these layers' weights to the system. No layer among them is computed until
+        `load_freed_layers`."""
         assert not self.freed_layers
         self._cpu_layers.free_layers(layers)
         self.freed_layers = layers
 
     @torch.inference_mode()
     def load_freed_layers(self, fill: Callable[[Weights], None]) -> None:
-        """Load the weights of freed layers again, other layers may compute meanwhile. Blocking.
+        """Load the weights of freed layers again, while other layers may compute. Blocking.
 
         `fill` fills the weights that it gets. If it raises an error, the layers stay freed.
         """

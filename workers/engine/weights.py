@@ -39,7 +39,7 @@ _DUMMY_STD = 0.02
 
 
 def _opt_name(name: str) -> str:
-    """Return the name in OPT's checkpoints of what has this one in Llama's."""
+    """Return the name in OPT's checkpoints of the tensor with this name in Llama's."""
     match = _NAME.fullmatch(name)
     if match is None:  # the head
         return name
@@ -220,7 +220,7 @@ class Weights:
             yield from zip(names, torch.split(tensor, num_rows), strict=True)
 
     def _named(self, name: str) -> str:
-        """Return the name in the model's checkpoints of what has this one in Llama's."""
+        """Return the name in the model's checkpoints of the tensor with this name in Llama's."""
         return _opt_name(name) if self.spec.is_opt else name
 
     def _vocab_rows(self, name: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A record of the requests whose pass is being computed, in memory that outlives the process.
 
-The next process reads there in which requests' pass the previous process ended. There are two areas, each a
-length and a list of refs: one for the running pass, and one for the pass or request that has failed. (A
-failed process may still compute for other requests until it ends.)
+The next process reads which requests were being computed when the previous process ended. There are two
+areas, each a length and a list of refs: one for the running pass, and one for the pass or request that has
+failed. (A failed process may still compute for other requests until it ends.)
 
 Owns: this memory. Does not know: how a process ended, who is told of it.
 """

@@ -1,6 +1,7 @@
-"""The connection of the owner of modules to the helper that has them.
+"""The connection between the owner of modules and its helper, at the owner's end.
 
-Owns: the socket, the shared memory of this side. Does not know: when modules move, what is computed.
+Owns: the socket, this side's mapping of the shared memory. Does not know: when modules move, what is
+computed.
 """
 
 import asyncio
@@ -24,14 +25,15 @@ from workers.modules.link_messages import (
 from workers.modules.shared_parts import shared_part
 
 _ANSWER_TIMEOUT_S = 60.0
-"""Seconds in which a helper allocates the memory."""
+"""Seconds in which the helper must answer, after allocating the memory."""
 _END_TIMEOUT_S = 10.0
-"""Seconds that the end of a hosting is waited for."""
+"""Seconds to wait for the helper's confirmation that a hosting has ended."""
 _decoder = msgspec.msgpack.Decoder(FromHelper)
 
 
 class HelperLink:
-    """A helper that hosts modules, until `close` or its end, of which `on_lost` is told once."""
+    """A helper that hosts modules, until `close` or the helper's own end. `on_lost` is called once when the
+    helper ends first."""
 
     def __init__(
         self,
@@ -57,7 +59,8 @@ class HelperLink:
         timeout_s: float,
         on_lost: Callable[[], None],
     ) -> "HelperLink":
-        """Ask the helper that listens at `path`. It may take `timeout_s` for a layer, and is lost then.
+        """Connect to the helper that listens at `path`. A helper that takes longer than `timeout_s` for a
+        layer counts as lost.
 
         Raises ModulesStayError, with the helper's reason if it refuses.
         """
@@ -104,7 +107,7 @@ class HelperLink:
             self._sock.close()
 
     def _on_readable(self) -> None:
-        """React to the end of the connection: a helper says nothing after its answer."""
+        """Handle the end of the connection, on which a helper sends nothing after its answer."""
         self.is_lost = True
         self.close()
         self._on_lost()

@@ -1,7 +1,7 @@
 """The helper's side: pages of modules for owners on the same host, and what is computed with them.
 
-Hosted pages take the place of pages of this instance's own KVCache, which are lent for as long. Each hosting
-has a thread, beside the device's own, so that neither waits for the other.
+Hosted pages take the memory of pages of this instance's own KVCache, which are lent for that time. Each
+hosting has a thread, beside the device's own, so that neither waits for the other.
 
 Owns: the listener, hostings, the lent pages. Does not know: requests, whose modules come when.
 """
@@ -43,7 +43,7 @@ _decoder = msgspec.msgpack.Decoder(HostModules)
 
 
 class ModulesHost:
-    """The hostings of one instance, `name`, for owners with the same model, in `run`."""
+    """The hostings of the instance `name`, for owners with the same model, while `run` runs."""
 
     def __init__(
         self,
@@ -55,9 +55,12 @@ class ModulesHost:
         most_pages: Callable[[], int],
         has_helper: Callable[[], bool],
     ) -> None:
-        """`path` is where the socket listens: in a directory that only this user can access. `most_pages`
-        returns how many pages a request of this instance may need, `has_helper` whether modules of this
-        instance are elsewhere or on their way."""
+        """Prepare without hostings.
+
+        The socket listens at `path`, in a directory that only this user can access. `most_pages` returns how
+        many pages a request of this instance may need, `has_helper` whether modules of this instance are at a
+        helper, or moving there.
+        """
         self._name, self._path, self._fingerprint = name, path, fingerprint
         self._model, self._kv, self._most_pages, self._has_helper = model, kv, most_pages, has_helper
         self._requests: dict[str, HostModules] = {}
@@ -65,7 +68,7 @@ class ModulesHost:
 
     @property
     def num_hosted(self) -> dict[str, Count]:
-        """The number of heads that are hosted for each owner, by name; 0: layers are."""
+        """The number of hosted heads of each owner, by name; 0 for an owner whose layers are hosted."""
         return {owner: request.num_heads for owner, request in self._requests.items()}
 
     async def run(self) -> None:
@@ -126,7 +129,7 @@ class ModulesHost:
             log.info("%s of %s are gone", request.what, request.owner)
 
     def _num_pages_for(self, request: HostModules) -> int:
-        """Return for how many pages there is room. Raises ModulesStayError."""
+        """Return how many pages can be hosted. Raises ModulesStayError."""
         if request.version != LINK_VERSION or request.fingerprint != self._fingerprint:
             raise ModulesStayError(f"{self._name} runs another release, or another model")
         share = share_of(request, self._model)
@@ -150,7 +153,8 @@ class ModulesHost:
         return min(num_pages, request.wanted_pages)
 
     def _check_memory(self, num_bytes: int) -> None:
-        """Raise ModulesStayError unless there is so much memory. That of lent pages has been given back."""
+        """Raise ModulesStayError unless `num_bytes` of memory are available. The memory of lent pages has
+        been freed before."""
         free_bytes = available_bytes()
         if free_bytes is not None and num_bytes > free_bytes:
             raise ModulesStayError(
@@ -160,7 +164,7 @@ class ModulesHost:
 
 
 def _request(payload: bytes) -> HostModules | None:
-    """Return what an owner asks for; None if it has gone, or cannot be understood."""
+    """Return an owner's request; None if the owner has gone, or the request cannot be decoded."""
     try:
         return _decoder.decode(payload) if payload else None
     except msgspec.MsgspecError as error:
@@ -169,7 +173,8 @@ def _request(payload: bytes) -> HostModules | None:
 
 
 async def _first_of(ended: "asyncio.Future[None]", owner_speaks: "asyncio.Task[bytes]") -> None:
-    """Wait until the thread or the connection has ended: an owner says nothing after its request."""
+    """Wait until the thread or the connection has ended, on which an owner sends nothing after its
+    request."""
     try:
         either: list[asyncio.Future[Any]] = [ended, owner_speaks]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

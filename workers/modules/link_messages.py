@@ -16,7 +16,7 @@ from mooncake.messages.quantities import Count, PositiveCount
 from mooncake.node.mapping import HUGE_PAGE_BYTES, MappedFile
 
 LINK_VERSION = 3
-"""Version of these messages, of the memory's layout and of what is exchanged there."""
+"""The version of these messages, of the layout of the memory, and of the exchange in it."""
 LONGEST_MESSAGE_BYTES = 1 << 16
 
 
@@ -24,8 +24,8 @@ class HostModules(msgspec.Struct, tag="HostHeads", frozen=True):
     """Host all heads of `layers`, or the last `num_heads` KV heads of all layers. Answered by `Hosting` or
     `HostingRefused`.
 
-    There must be room for `least_pages` pages of them, and `wanted_pages` are better.
-    A pass has at most `most_tokens` new tokens and `most_sequences` sequences.
+    The helper must have memory for at least `least_pages` pages of these modules, and should have it for
+    `wanted_pages`. A pass has at most `most_tokens` new tokens and `most_sequences` sequences.
     """
 
     version: int
@@ -45,13 +45,13 @@ class HostModules(msgspec.Struct, tag="HostHeads", frozen=True):
 
 
 class Hosting(msgspec.Struct, tag=True, frozen=True):
-    """The helper hosts so many pages of them."""
+    """The answer that the helper hosts the modules, in `num_pages` pages."""
 
     num_pages: PositiveCount
 
 
 class HostingRefused(msgspec.Struct, tag=True, frozen=True):
-    """The helper does not host them."""
+    """The answer that the helper does not host the modules."""
 
     reason: str
 
@@ -65,7 +65,8 @@ class SharedMemory:
     def __init__(
         self, mailbox_bytes: int, layer_shape: tuple[int, ...], num_layers: int, dtype: torch.dtype
     ) -> None:
-        """`layer_shape`: `[num_pages, num_heads, 2, page_size, head_dim]`."""
+        """Describe the memory of `num_layers` layers. `layer_shape` is `[num_pages, num_heads, 2, page_size,
+        head_dim]`."""
         self._mailbox_bytes, self._layer_shape = mailbox_bytes, layer_shape
         self._layer_bytes = _aligned(torch.Size(layer_shape).numel() * dtype.itemsize, mmap.PAGESIZE)
         self._first_layer = _aligned(mailbox_bytes, HUGE_PAGE_BYTES)

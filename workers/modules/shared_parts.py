@@ -1,6 +1,7 @@
 """The parts of a model that can be at a helper: some KV heads of all layers, or some layers.
 
-Owns: what is shared of a part, what each side computes with it. Does not know: sockets, whose pages are lent.
+Owns: the shared memory of a part, what each side computes with it. Does not know: sockets, whose pages are
+lent.
 """
 
 from fractions import Fraction
@@ -16,23 +17,25 @@ from workers.modules.link_messages import HostModules, SharedMemory
 
 
 class Hosted(Protocol):
-    """A part at its helper, over mapped memory."""
+    """A hosted part at its helper, over mapped memory."""
 
     def serve(self) -> None:
-        """Answer passes until `close`, on an own thread. Raises ValueError for one that does not fit."""
+        """Answer passes until `close`, on a thread of its own. Raises ValueError for a pass that does not
+        fit."""
 
     def close(self) -> None:
         """End the exchange for both sides. Idempotent."""
 
 
 class SharedPart(Protocol):
-    """The part that a `HostModules` names, with a number of pages."""
+    """The part that a `HostModules` names, in a number of pages."""
 
     @property
     def memory(self) -> SharedMemory: ...
 
     def own(self, fd: int, timeout_s: float) -> MovedHeads | HostedLayers:
-        """Map the memory on the owner's side. A helper that takes `timeout_s` for a layer is lost."""
+        """Map the memory on the owner's side. A helper that takes longer than `timeout_s` for a layer counts
+        as lost."""
 
     def host(self, fd: int) -> Hosted:
         """Map the memory on the helper's side."""
@@ -46,7 +49,8 @@ def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: D
 
 
 def share_of(request: HostModules, model: DecoderModel) -> Fraction:
-    """Return the part's share of a page. Raises ModulesStayError for a part that the model does not have."""
+    """Return the fraction of a page that the part takes. Raises ModulesStayError for a part that the model
+    does not have."""
     spec = model.spec
     if request.layers is not None:
         if request.layers.stop > spec.num_layers or request.layers.count == spec.num_layers:

@@ -1,7 +1,7 @@
 """The session of an instance's first worker with its messenger and the Conductor.
 
-It lasts as long as messenger and worker are there, and a Conductor: another one may take the place of the
-first, and is told of the requests with which this session goes on.
+The session lasts until messenger or worker ends, or no Conductor is left. If another Conductor takes the
+place of the first, it is told of the requests with which this session goes on.
 
 Owns: the worker's connections and the loop that reads orders. Does not know: how requests are computed.
 """

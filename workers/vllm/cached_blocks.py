@@ -74,8 +74,8 @@ class CachedBlocks:
         """Apply a batch of events, and return the changes.
 
         Returns:
-            The changes; none for a batch that came before. None if earlier batches are missing: they are to
-            be replayed, or skipped, first.
+            The changes; none for a batch that was received before. None if earlier batches are missing, which
+            are to be replayed or skipped first.
         """
         if sequence > self.next_sequence:
             return None

@@ -20,16 +20,16 @@ _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"
 _OTHERWISE = (_EXECUTOR, "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-"""The options that choose another executor, or ranks, which need one."""
+"""The options by which the user chooses another executor, or ranks, which need another executor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
     """The way in which vLLM for CPUs computes: in its engine's process, with the threads of this instance.
 
-    By default it computes in a process behind the engine, which can be bound to cores. While one of the two
-    works the other one polls, which takes a second core, and half of the time where there is none. So it
-    computes in the engine's process, unless the environment says to what cores it is bound.
+    By default vLLM computes in a process of its own behind the engine, which can be bound to cores. While
+    either process works the other one polls: this takes a second core, or half of the time of a single one.
+    So vLLM computes in the engine's process here, unless the environment binds it to cores.
     """
 
     environment: dict[str, str]

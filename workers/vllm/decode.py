@@ -1,4 +1,4 @@
-"""Answers that vLLM generates, behind a prompt whose blocks arrive in the pool, or that vLLM computes itself.
+"""Answers that vLLM generates behind a prompt: the prompt's blocks arrive in the pool, or vLLM computes them.
 
 Owns: the order of events of one answer. Does not know: how requests are placed, how vLLM computes.
 """

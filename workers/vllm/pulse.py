@@ -1,7 +1,7 @@
 """Signs of life of an engine that runs in another process.
 
-An engine that computes brings outputs, or at least its load changes. One that has requests and does neither
-for `hang_timeout_s` hangs.
+An engine that computes brings outputs, or at least its load changes. An engine that has requests and does
+neither for `hang_timeout_s` seconds hangs.
 
 Owns: the time of the last sign. Does not know: the clock, how the engine is asked.
 """

@@ -42,9 +42,9 @@ _SERVED = {
 }
 """The fields of `SamplingParams` that `completion_body` passes on."""
 _API_NAMES = {"num_logprobs": "logprobs"}
-"""The names that clients know, of fields that have another one there."""
+"""The API's names of those fields that have another name in `SamplingParams`."""
 _GRAMMAR = "response_format, or a tool call that needs a grammar,"
-"""The fields that ask for a grammar, in words, as a grammar is no field itself."""
+"""The fields that ask for a grammar, in words: `SamplingParams.grammar` is no field of the API."""
 
 
 class _Choice(msgspec.Struct):

@@ -62,7 +62,7 @@ async def serve(process: WorkerProcess) -> None:
 
 
 def main() -> None:
-    """Run this process. The loss of vLLM ends it with one line: what there is to say is in vLLM's own log."""
+    """Run this process. The loss of vLLM ends it with one line, as vLLM's own log has the details."""
     lost = None
     try:
         child_main(WorkerProcess, serve)

@@ -24,7 +24,8 @@ _by_rank = attrgetter("rank")
 class FullPage(NamedTuple):
     """A device page that is full of tokens, with the block of a sequence that it holds.
 
-    A page that has been another sequence's meanwhile is another `FullPage`, as each stay has its number.
+    The same page counts as another `FullPage` when another sequence has got it, or when its sequence has left
+    the device and come back: `stay` numbers the times on the device.
     """
 
     sequence: int
@@ -145,7 +146,7 @@ class DecodeBatch:
     def full_pages(self) -> set[FullPage]:
         """Return the device pages that no iteration and no load writes any more.
 
-        Those of a sequence that leaves are none of them: the sequence may leave in the middle of its load.
+        Pages of a leaving sequence are left out, as the sequence may leave in the middle of its load.
         """
         return {
             FullPage(sequence.number, sequence.num_stays, block, page)

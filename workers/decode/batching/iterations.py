@@ -40,8 +40,8 @@ _PLANNING_S = 0.003
 
 
 class PlannedChunk(NamedTuple):
-    """The next `num_tokens` tokens of a sequence in an iteration: of its prompt, or the newest one, which is
-    decoded."""
+    """The next `num_tokens` tokens of a sequence in an iteration: tokens of its prompt, or the newest token
+    when it is decoded."""
 
     sequence: Sequence
     num_tokens: int

@@ -1,7 +1,8 @@
-"""The rule by which a helper is too slow: iterations with it take longer than the TBT SLO allows, or than
-iterations without it did.
+"""The test whether a helper is too slow: iterations with it take longer than the TBT SLO allows, or than
+iterations without a helper did.
 
-Owns: the rule, what was measured before. Does not know: the clock, what the helper has, how that comes back.
+Owns: the test, the measured iterations. Does not know: the clock, which modules the helper has, how they
+return.
 """
 
 import copy
@@ -11,18 +12,20 @@ from typing import NamedTuple
 from workers.decode.tbt_slo.tbt import TBTPredictor
 
 WINDOW_S = 10.0
-"""Seconds of iterations that are looked at together, or more until there are `MIN_ITERATIONS`."""
+"""Seconds of iterations that are judged together; longer if they have fewer than `MIN_ITERATIONS`."""
 MIN_ITERATIONS = 32
 LATE_SHARE = 0.9
-"""Share of these iterations that take longer than the TBT SLO allows if the helper is too slow."""
+"""The share of a window's iterations above the TBT SLO from which on the helper is too slow."""
 MOST_TIMES_AS_LONG = 1.25
-"""Ratio to the time without a helper that most iterations exceed if the helper is too slow."""
+"""The ratio to the predicted time without a helper above which an iteration counts as slowed down."""
 _NUM_COMPARED = 256
-"""Latest iterations without a helper that say how large a batch is of which such a time is known."""
+"""The number of latest iterations without a helper whose largest batch bounds the batches that can be
+compared."""
 
 
 class IterationTime(NamedTuple):
-    """An iteration without prompts: its sequences and their tokens, and the strictest TBT SLO of these."""
+    """The measured time of an iteration without prompts, with its sequences, their tokens, and their
+    strictest TBT SLO."""
 
     num_decoded: int
     num_kv_tokens: int
@@ -31,26 +34,30 @@ class IterationTime(NamedTuple):
 
 
 class WithoutHelper:
-    """The iterations of an instance while all is there, whatever its helpers have taken between them."""
+    """The iterations of an instance without a helper, before and between its helpers."""
 
     def __init__(self) -> None:
         self._predictor = TBTPredictor()
         self._sizes: deque[tuple[int, int]] = deque(maxlen=_NUM_COMPARED)
 
     def ended(self, iteration: IterationTime) -> None:
-        """Note an iteration."""
+        """Record an iteration."""
         self._predictor.observe(iteration.num_decoded, iteration.num_kv_tokens, iteration.seconds)
         self._sizes.append((iteration.num_decoded, iteration.num_kv_tokens))
 
     def pace(self) -> "HelperPace":
-        """Return the pace of a helper that has just come, compared with what has been measured so far."""
+        """Return the pace of a new helper, to be compared with the iterations so far."""
         most_decoded = max((num_decoded for num_decoded, _ in self._sizes), default=0)
         most_tokens = max((num_tokens for _, num_tokens in self._sizes), default=0)
         return HelperPace(copy.deepcopy(self._predictor), most_decoded, most_tokens)
 
 
 class HelperPace:
-    """The iterations with one helper. `before` predicts them without it, up to the largest that it knows."""
+    """The iterations with one helper.
+
+    `before` predicts iterations without the helper, for batches of at most `most_decoded` sequences and
+    `most_tokens` tokens.
+    """
 
     def __init__(self, before: TBTPredictor, most_decoded: int, most_tokens: int) -> None:
         self._before, self._most_decoded, self._most_tokens = before, most_decoded, most_tokens
@@ -59,13 +66,13 @@ class HelperPace:
 
     @classmethod
     def unknown(cls) -> "HelperPace":
-        """Return the pace of a helper with which nothing is compared."""
+        """Return a pace that compares the helper with nothing."""
         return cls(TBTPredictor(), 0, 0)
 
     def ended(self, iteration: IterationTime, now_s: float) -> str:
-        """Note an iteration that ended at `now_s`. Return why the helper is too slow; empty if it is not.
+        """Record an iteration that ended at `now_s`. Returns why the helper is too slow; empty if it is not.
 
-        The answer comes once for all iterations of a window, at its end.
+        The reason is returned once for all iterations of a window, at the window's end.
         """
         if self._began_s is None:
             self._began_s = now_s
@@ -87,7 +94,8 @@ class HelperPace:
         self._num_compared = self._num_faster = self._num_slower = 0
 
     def _expected_s(self, iteration: IterationTime) -> float | None:
-        """Return the seconds without a helper; None for a larger batch than was measured."""
+        """Return the predicted seconds of an iteration without the helper; None for a larger batch than was
+        measured."""
         num_decoded, num_tokens = iteration.num_decoded, iteration.num_kv_tokens
         if num_decoded > self._most_decoded or num_tokens > self._most_tokens:
             return None

@@ -1,7 +1,8 @@
-"""The way of modules to a helper and back: pages are copied while they are used.
+"""The move of modules to a helper or back: pages are copied to the memory of the next arrangement while they
+are in use.
 
-Pages that do not change any more are copied beforehand. The rest is copied between two passes, and then the
-cache has its pages in the new arrangement, under the same numbers.
+Pages that do not change any more are copied beforehand. The others are copied between two passes, and then
+the cache has its pages in the new arrangement, under the same numbers.
 
 Owns: the memory of the next arrangement until then. Does not know: which pages change, who the helper is.
 """

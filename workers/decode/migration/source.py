@@ -37,8 +37,8 @@ class MigrationSource:
         self._now_s = asyncio.get_running_loop().time
 
     def pre_copy(self, order: PreCopy) -> None:
-        """Have the full blocks that the pool lacks of a sequence stored there, once the sequence has the
-        ordered length."""
+        """Store the full blocks of a sequence that the pool lacks, once the sequence has the ordered
+        length."""
         sequence = self._sequences.get(order.ref)
         if sequence is not None:
             sequence.copy_at = order.num_tokens

@@ -17,7 +17,7 @@ from tests.workers.decode_lab import Decoded, Move, StartDecodeLab
 from tests.workers.mini_cluster import tokens_of
 from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, Pair, Part, paired, until, wide_model
 from workers.decode.batch_loop import BatchLoop
-from workers.decode.migration import module_moves
+from workers.decode.migration import rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.modules.helper_link import HelperLink
 
@@ -86,7 +86,7 @@ class Steps:
             patches.setattr(BatchLoop, "quiet", pausing)
             patches.setattr(KVCacheMove, "copy", copying)
             patches.setattr(KVCacheMove, "complete", completing)
-            patches.setattr(module_moves, "_FEW_PAGES", 2)
+            patches.setattr(rearranger, "_FEW_PAGES", 2)
             yield
 
 

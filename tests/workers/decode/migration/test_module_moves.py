@@ -37,7 +37,7 @@ from tests.workers.modules_lab import (
 from tests.workers.prefill.test_cutting_in import Held
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
-from workers.decode.migration import module_moves
+from workers.decode.migration import rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.weights import Weights
 from workers.errors import SessionLostError
@@ -181,7 +181,7 @@ async def test_a_session_ends_if_the_weights_of_a_lost_helpers_layers_cannot_be_
         await pair.move(LayerRange(1, 3))
         moves = pair.owner.decode._module_moves
         with lost_checkpoint(pair):
-            moves._hold()
+            moves._rearranger.hold()
             with pytest.raises(SessionLostError, match="but cannot be: the weights of layers 1:3 cannot be"):
                 await moves._come_back("lost, and here again")
         await moves._come_back("lost, and here again")
@@ -289,7 +289,7 @@ async def test_modules_come_back_although_a_request_that_migrates_here_has_pages
 async def test_modules_stay_away_if_pages_are_not_freed_in_time(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_moves, "_FREEING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(rearranger, "_FREEING_TIMEOUT_S", 0.1)
     async with paired(start_decode_lab, tmp_path) as pair:
         kv = pair.owner.executor.kv
         await pair.move(1)
@@ -325,7 +325,7 @@ async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
             if lacking == "addresses":
                 patches.setattr(pair.owner.executor.kv, "new_layers", no_layers)
             else:
-                patches.setattr(module_moves, "available_bytes", lambda: 1000)
+                patches.setattr(rearranger, "available_bytes", lambda: 1000)
             place = await pair.place(part if is_leaving else 0)
         assert place.error.startswith("no memory ")
         assert (place.num_heads, place.layers) == fields(0 if is_leaving else part)
@@ -362,7 +362,7 @@ async def test_an_order_behind_a_refused_one_finds_the_helper_free(
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         looks = iter([1000])
-        monkeypatch.setattr(module_moves, "available_bytes", lambda: next(looks, None))
+        monkeypatch.setattr(rearranger, "available_bytes", lambda: next(looks, None))
         begun = pair.begin("runs", 60, pair.owner)
         await until(lambda: bool(begun.answer.tokens))
         pair.order(1)
@@ -407,7 +407,7 @@ async def test_the_pages_of_a_request_that_migrates_here_are_copied_before_the_p
             move = await prepared(pair, decoded)
             await pair.move(1)
         assert copies.num_beside >= 300 // BLOCK_SIZE
-        assert copies.num_between <= module_moves._FEW_PAGES
+        assert copies.num_between <= rearranger._FEW_PAGES
         assert await move.finish()
         assert await tokens_of(decoded.answer) == expected
         await pair.move(0)
@@ -425,7 +425,7 @@ async def test_few_pages_are_copied_beside_iterations_too_by_a_thread_that_yield
             await until(lambda: copies.num_beside > 0)
         assert (await pair.ended(moving)).error == ""
         assert copies.num_beside >= 100 // BLOCK_SIZE
-        assert copies.niceness_beside == {niceness + module_moves._NICENESS}
+        assert copies.niceness_beside == {niceness + rearranger._NICENESS}
         assert copies.niceness_between == {niceness}
         await pair.move(0)
 
@@ -433,7 +433,7 @@ async def test_few_pages_are_copied_beside_iterations_too_by_a_thread_that_yield
 async def test_a_request_that_is_being_loaded_is_copied_when_it_is_there(
     model: transformers.PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_moves, "_LOADING_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(rearranger, "_LOADING_TIMEOUT_S", DEADLINE_S)
     gate = Gate(load=1)
     gate.open()
     gated = functools.partial(decode_lab, model, tmp_path, decode_copies=gate.make)
@@ -444,12 +444,12 @@ async def test_a_request_that_is_being_loaded_is_copied_when_it_is_there(
         decoded = pair.begin("again", 60, pair.owner, 300)
         await gate.reached()
         begun = list[None]()
-        monkeypatch.setattr(module_moves, "available_bytes", lambda: begun.append(None))
+        monkeypatch.setattr(rearranger, "available_bytes", lambda: begun.append(None))
         number = pair.order(1)
         await until(lambda: bool(begun))
         gate.open()
         assert (await pair.ended(number)).error == ""
         assert copies.num_beside >= 300 // BLOCK_SIZE
-        assert copies.num_between <= module_moves._FEW_PAGES
+        assert copies.num_between <= rearranger._FEW_PAGES
         assert await tokens_of(decoded.answer) == expected
         await pair.move(0)

@@ -1,0 +1,194 @@
+"""Rearrangement of the device pages while requests go on, when modules move to a helper or back.
+
+Full pages, which no iteration writes any more, are copied beside iterations; the others between two
+iterations, when the KVCache switches to the new arrangement.
+
+Owns: what is copied when, the pause of iterations, the pages that must be free before. Does not know: why
+modules move, helpers.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from mooncake.node.segments import available_bytes
+from workers.decode.batch_loop import BatchLoop
+from workers.decode.batching.batch import DecodeBatch, FullPage
+from workers.decode.blocks.block_transfers import BlockTransfers
+from workers.decode.migration.kvcache_move import KVCacheMove
+from workers.decode.migration.moves_meter import MovesMeter
+from workers.decode.sequence import Sequence
+from workers.engine.kvcache import HostedLayers, MovedHeads
+from workers.errors import ModulesStayError
+from workers.execution.executor import Executor
+from workers.execution.jobs import wait_to_end
+
+_MIB = 1 << 20
+_FEW_PAGES = 32
+"""Full pages that may remain to be copied in the pause between two iterations."""
+_MOST_ROUNDS = 4
+"""Rounds of copies beside iterations."""
+_LOADING_TIMEOUT_S = 1.0
+"""Seconds for which a move waits for pages that are being loaded, so that they need no copy in the pause."""
+_FREEING_TIMEOUT_S = 30.0
+"""Seconds for which `free_in_time` waits."""
+_GROWTH_SHARE = 0.1
+"""Share of the pages that is expected to come into use while the others are copied."""
+_NICENESS = 5
+"""Niceness of the thread beside iterations, above the process's: it gets a quarter of a shared core."""
+
+
+class Rearranger:
+    """The rearrangements of one instance's device pages, one at a time.
+
+    `call_off` gives up a request that is to move here and is not decoded yet.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        batch: DecodeBatch,
+        transfers: BlockTransfers,
+        loop: BatchLoop,
+        call_off: Callable[[Sequence], Awaitable[None]],
+        meter: MovesMeter,
+    ) -> None:
+        self._kv, self._model, self._batch = executor.kv, executor.model, batch
+        self._transfers, self._loop, self._call_off, self._meter = transfers, loop, call_off, meter
+        self._held_s: float | None = None
+        """The time since which no iteration begins, by the performance counter; None while they do."""
+        self._turn_taken = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "modules-move", _be_nice)
+
+    def close(self) -> None:
+        """End the thread, after the call that is in progress."""
+        self._thread.shutdown(wait=False)
+
+    def recheck(self) -> None:
+        """Look whether pages have been freed or loaded. Call this in each turn of the loop."""
+        self._turn_taken.set()
+
+    async def free_in_time(self, num_pages: int) -> None:
+        """Wait until the pages from `num_pages` on are freed, as `free_beyond` does.
+
+        Raises ModulesStayError if that takes too long.
+        """
+        try:
+            async with asyncio.timeout(_FREEING_TIMEOUT_S):
+                await self.free_beyond(num_pages)
+        except TimeoutError:
+            raise ModulesStayError(
+                f"pages beyond the {num_pages} that there are without a helper were not freed in "
+                f"{_FREEING_TIMEOUT_S:g} s"
+            ) from None
+
+    async def free_beyond(self, num_pages: int) -> None:
+        """Free the pages from `num_pages` on, and wait until nobody uses them.
+
+        Running sequences that have such pages are preempted; sequences that are to move here stay where they
+        are.
+        """
+        self._kv.close_from(num_pages)
+        while self._kv.used_pages(num_pages):
+            self._turn_taken.clear()
+            if self._batch.preempt_beyond(num_pages):
+                self._loop.take_turn()
+            for sequence in self._batch.prepared_beyond(num_pages):
+                await self._call_off(sequence)
+            await self._turn_taken.wait()
+
+    def begin(self, num_pages: int, helped: MovedHeads | HostedLayers | None) -> KVCacheMove:
+        """Begin a rearrangement to `num_pages` pages, of which a helper has `helped`.
+
+        Raises ModulesStayError without memory for the pages, or for the weights of layers that come back.
+        """
+        try:
+            move = KVCacheMove(self._kv, num_pages, helped)
+        except OSError as error:
+            raise ModulesStayError(f"no memory for {num_pages} pages beside those in use: {error}") from None
+        num_used = len(self._kv.used_pages())
+        weight_bytes = self._model.freed_bytes
+        needed_bytes = move.page_bytes * min(num_pages, num_used + round(_GROWTH_SHARE * num_pages))
+        needed_bytes += weight_bytes
+        free_bytes = available_bytes()
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise ModulesStayError(
+                f"no memory to copy {num_used} pages in use, for those that come, and for weights"
+                f" ({weight_bytes // _MIB} MiB): {needed_bytes // _MIB} MiB, of which"
+                f" {free_bytes // _MIB} MiB are available"
+            )
+        return move
+
+    async def pre_copy(self, move: KVCacheMove) -> set[FullPage]:
+        """Copy full pages beside iterations, in rounds, until few are left. Returns the copied pages."""
+        copied, num_rounds = set[FullPage](), 0
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _LOADING_TIMEOUT_S
+        while num_rounds < _MOST_ROUNDS:
+            full = self._batch.full_pages() - copied
+            # The first round takes the memory too, which would be cold in the pause.
+            if len(full) > (_FEW_PAGES if num_rounds else 0):
+                pages = sorted(full_page.page for full_page in full)
+                await self.beside(functools.partial(move.copy, pages))
+                copied |= full
+                num_rounds += 1
+            elif self._batch.num_loading_pages > _FEW_PAGES and loop.time() < deadline_s:
+                self._turn_taken.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline_s):
+                        await self._turn_taken.wait()
+            else:
+                break
+        return copied
+
+    async def switch(self, move: KVCacheMove, copied: set[FullPage]) -> None:
+        """Copy the other used pages between two iterations, and switch to the new arrangement there.
+
+        `copied` are pages of earlier copies: those that are still full are not copied again.
+        """
+        async with self._transfers.paused():
+            self.hold()
+            try:
+                await self._loop.quiet()
+                needless = {full_page.page for full_page in copied & self._batch.full_pages()}
+                needless |= self._batch.unwritten_pages()
+                pages = [page for page in self._kv.used_pages() if page not in needless]
+                await at_once(lambda: move.copy(pages))
+                given_up = move.complete()
+            finally:
+                self._resume()
+                self._meter.copied(move.copied_bytes)
+        await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
+        threading.Thread(target=self._kv.take_memory, name="kvcache-memory", daemon=True).start()
+
+    async def beside(self, call: Callable[[], None]) -> None:
+        """Run a blocking call while iterations go on. It runs to its end even if the caller is cancelled."""
+        await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call))
+
+    def hold(self) -> None:
+        """Let no further iteration begin until the next `switch` has ended."""
+        if self._held_s is None:
+            self._held_s = time.perf_counter()
+        self._loop.hold()
+
+    def _resume(self) -> None:
+        assert self._held_s is not None
+        self._meter.paused(time.perf_counter() - self._held_s)
+        self._held_s = None
+        self._loop.resume()
+
+
+async def at_once(call: Callable[[], None]) -> None:
+    """Run a blocking call while no iteration runs. It runs to its end even if the caller is cancelled."""
+    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call)))
+
+
+def _be_nice() -> None:
+    """Lower the priority of the calling thread alone: the process's other threads have cores first."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
