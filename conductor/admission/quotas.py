@@ -1,8 +1,8 @@
 """Quotas of tenants in the whole cluster: tokens a minute, and choices that run at the same time.
 
 Fronts know the limits of API keys and what runs at themselves; the Conductor adds what all fronts use. A
-prompt is charged when its request is accepted, the output when the request ends: how long it will be nobody
-knows before, so the tokens that are left may be less than 0, and then new requests wait until they are not.
+prompt is charged when its request is accepted, and its output when the request ends, as the length is unknown
+before. So the tokens that are left may be less than 0. Then new requests are rejected until they are not.
 
 Owns: the tokens that each tenant has left. Does not know: API keys, which requests run.
 """

@@ -41,14 +41,14 @@ THRESHOLDS = Thresholds()
 MODULES_PERIOD_S = 10.0
 """Seconds between two plans of module moves, in which new heartbeats arrive."""
 MODULES_AGAIN_S = 60.0
-"""Seconds for which an instance's modules do not leave again after a refusal or an early return."""
+"""Seconds after an order to move modules for which no more modules of the same instance leave."""
 
 OVERLOADED = 429
 """The HTTP status of rejections because of the load, the only ones that count as demand not served."""
 
 
 class Elasticity:
-    """Applies the rules of elasticity to the registry's cluster.
+    """The component that applies the rules of elasticity to the registry's cluster.
 
     Args:
         requests: The registry.

@@ -188,8 +188,8 @@ def _surprises(
 ) -> Floats:
     """Return, for each border, how significantly the rates of work before and after it differ.
 
-    The sum of n amounts that arrive at random has a variance of the sum of their squares. Both parts are
-    compared as if they were one load: few arrivals do not look sure of being none.
+    The sum of n amounts that arrive at random has a variance of the sum of their squares. The deviation is
+    computed as if both parts were one load, so that a part with few arrivals has no deviation near 0.
 
     Args:
         recent: Work since each border, `[n]`.

@@ -7,8 +7,8 @@ little (BanaServe, section 4.4.1, Algorithm 1).
     12 to 15   layers, or KV heads for what is left: as many as halve the gap, or as T_budget allows (2)
     17         loads are what they will be then
 
-A move must pay: benefit / cost >= rho (35). What is at a helper comes back when the gap would be at most
-delta_down with it (hysteresis). In a plan a device gives or takes, and a helper takes of one owner.
+A move must pay: benefit / cost >= rho (35). Modules at a helper return when the gap would then be at most
+delta_down (hysteresis). In a plan a device gives or takes, and a helper takes of one owner.
 
 Owns: this policy. Does not know: where figures come from, how modules move.
 """
@@ -79,8 +79,8 @@ class Thresholds:
 
 
 class ModuleMove(NamedTuple):
-    """A move of modules of `owner` to `helper`, or (kind None) the return of all its modules from
-    `helper`."""
+    """A move of modules of `owner` to `helper`; with `kind` None, the return of all of the owner's modules
+    from `helper`."""
 
     owner: str
     helper: str

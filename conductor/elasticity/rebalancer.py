@@ -105,14 +105,14 @@ class State(NamedTuple):
     def division(self) -> Division:
         """The present numbers of instances by stage.
 
-        Instances with both roles count as decode, and inline prefills.
+        Instances with both roles count as decode instances that inline prefills.
         """
         num_both = len(self.serving(Role.BOTH))
         return Division(len(self.serving(Role.PREFILL)), len(self.serving(Role.DECODE)) + num_both)
 
 
 class Rebalancer:
-    """Decides which instance changes its role, and when."""
+    """The component that decides which instance changes its role, and when."""
 
     def __init__(self) -> None:
         self.decisions: deque[Decision] = deque(maxlen=_NUM_KEPT)

@@ -1,8 +1,8 @@
 """KV heads and layers of decode instances at helpers, by order (BanaServe, section 4.1).
 
-An instance tells in its heartbeats where they are, so that another Conductor knows it too.
+An instance reports the place of its modules in heartbeats, so that another Conductor knows it too.
 
-Owns: which orders are refused, the numbers of orders. Does not know: how they move.
+Owns: which orders are refused, the numbers of orders. Does not know: how modules move.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Modules:
     ) -> str:
         """Return why `layers`, or the last `num_heads` KV heads, cannot move to a helper; empty if they can.
 
-        Without either: why all cannot move back.
+        Without either: return why the modules at the helper cannot move back.
         """
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
@@ -62,7 +62,7 @@ class Modules:
     ) -> list[Effect]:
         """Return the order that moves `layers`, or the last `num_heads` KV heads, to a helper.
 
-        Without either, it moves all back. `why_not` must have returned nothing.
+        Without either, the order moves all modules back. `why_not` must have returned an empty text.
         """
         socket = helper.registration.modules.socket
         order = PlaceModules(self._epoch, next(self._numbers), helper.name, socket, num_heads, layers)
@@ -70,7 +70,7 @@ class Modules:
         return [Effect(owner.identity, order)]
 
     def call_back(self, helper: Instance) -> list[Effect]:
-        """Order back all modules at a helper, as the helper is about to leave.
+        """Order all modules at a helper back, as the helper is about to leave.
 
         To be called until none is left: an owner may have another order to carry out first, or refuse.
         """
@@ -91,7 +91,7 @@ class Modules:
         ]
 
     def why_busy(self, instance: Instance) -> str:
-        """Return why an instance must keep its role, because modules are elsewhere or it hosts others'; empty
+        """Return why an instance must keep its role: its modules are at a helper, or it hosts modules; empty
         if it need not."""
         if place_of(instance).are_elsewhere:
             return where(instance)
@@ -127,7 +127,7 @@ def place_of(instance: Instance) -> ModulesPlace:
 
 
 def where(instance: Instance) -> str:
-    """Return a text that says where modules of an instance are."""
+    """Return a text about the place of an instance's modules."""
     place = place_of(instance)
     if place.is_moving:
         return f"KV heads or layers of {instance.name} are moving"

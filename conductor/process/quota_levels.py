@@ -1,9 +1,10 @@
-"""The tokens that tenants have left, in what outlives the process: a file of this host, or etcd.
+"""The tokens that tenants have left, stored so that they outlive the process: in a file of this host, or in
+etcd.
 
-They are written every few seconds, so what a tenant has used just before a kill is lost: a few seconds of its
-requests. Stored times are seconds since 1970.
+Levels are written every few seconds. So a kill loses the tokens used in the last seconds. Stored times are
+seconds since 1970.
 
-Owns: what is stored of a tenant's tokens, when. Does not know: who is charged what
+Owns: which levels are stored, and when. Does not know: which tenant is charged how much
 (`conductor.admission.quotas`).
 """
 
@@ -29,15 +30,15 @@ CREATE TABLE tenant_tokens (
 ) STRICT
 """
 SAVE_S = 2.0
-"""Time between two writes."""
+"""Seconds between two writes."""
 _FORGET_FULL = """
 DELETE FROM tenant_tokens WHERE num_left + (? - at) * tokens_per_minute / 60 >= tokens_per_minute
 """
 _FOLDER = "tenant_tokens"
 
 
-class Level(NamedTuple):
-    """The tokens that a tenant had left `at` a time."""
+class QuotaLevel(NamedTuple):
+    """The tokens that a tenant had left at the time `at`."""
 
     tenant: str
     tokens_per_minute: float
@@ -45,18 +46,18 @@ class Level(NamedTuple):
     at: float
 
     def is_full(self, now: float) -> bool:
-        """Whether the tenant has a whole minute's tokens again."""
+        """Return whether the tenant has a whole minute's tokens again."""
         return self.num_left + (now - self.at) * self.tokens_per_minute / 60 >= self.tokens_per_minute
 
 
 class LevelStore(Protocol):
     """The stored levels of all tenants."""
 
-    async def load(self) -> list[Level]:
+    async def load(self) -> list[QuotaLevel]:
         """Return the levels of tenants that have less than a whole minute's tokens. Raises ConfigError."""
 
-    async def save(self, levels: Sequence[Level]) -> None:
-        """Store levels, beside those of other tenants. Raises NotStoredError."""
+    async def save(self, levels: Sequence[QuotaLevel]) -> None:
+        """Store levels, without changing those of other tenants. Raises NotStoredError."""
 
 
 class LevelFile:
@@ -65,12 +66,12 @@ class LevelFile:
     def __init__(self, file: StateFile) -> None:
         self._file = file
 
-    async def load(self) -> list[Level]:
-        """Raises ConfigError if the file is damaged."""
+    async def load(self) -> list[QuotaLevel]:
+        """Return the levels in the file. Raises ConfigError if the file is damaged."""
         self._file.clean(_FORGET_FULL, (time.time(),))
-        return [Level(*row) for row in self._file.read("SELECT * FROM tenant_tokens")]
+        return [QuotaLevel(*row) for row in self._file.read("SELECT * FROM tenant_tokens")]
 
-    async def save(self, levels: Sequence[Level]) -> None:
+    async def save(self, levels: Sequence[QuotaLevel]) -> None:
         """Store levels, and forget those that are full."""
         write = "INSERT OR REPLACE INTO tenant_tokens VALUES (?, ?, ?, ?)"
         await self._file.write((_FORGET_FULL, (time.time(),)), *((write, level) for level in levels))
@@ -81,18 +82,19 @@ class LevelKeys:
 
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys
-        self._levels: dict[str, Level] = {}
+        self._levels: dict[str, QuotaLevel] = {}
 
-    async def load(self) -> list[Level]:
-        """Waits until etcd answers. Levels that this release does not understand are full ones."""
+    async def load(self) -> list[QuotaLevel]:
+        """Return the levels in etcd. Waits until etcd answers. Levels that this release cannot decode count
+        as full."""
         for value in (await self._keys.read(_FOLDER, 1)).values():
             with contextlib.suppress(msgspec.MsgspecError):
                 self._levels |= {
-                    level.tenant: level for level in msgspec.json.decode(value, type=list[Level])
+                    level.tenant: level for level in msgspec.json.decode(value, type=list[QuotaLevel])
                 }
         return self._not_full()
 
-    async def save(self, levels: Sequence[Level]) -> None:
+    async def save(self, levels: Sequence[QuotaLevel]) -> None:
         """Store levels, and forget those that are full."""
         self._levels |= {level.tenant: level for level in levels}
         not_full = self._not_full()
@@ -100,13 +102,13 @@ class LevelKeys:
             await self._keys.change({f"{_FOLDER}/all": msgspec.json.encode(not_full)})
         self._levels = {level.tenant: level for level in not_full}
 
-    def _not_full(self) -> list[Level]:
+    def _not_full(self) -> list[QuotaLevel]:
         now = time.time()
         return [level for level in self._levels.values() if not level.is_full(now)]
 
 
 class QuotaLevels:
-    """Restores the tokens of a Conductor's quotas, and saves them, while `run` runs."""
+    """The component that restores the levels of a Conductor's quotas, and saves them while `run` runs."""
 
     def __init__(self, store: LevelStore, quotas: Quotas) -> None:
         self._store, self._quotas = store, quotas
@@ -121,7 +123,8 @@ class QuotaLevels:
             self._quotas.restore(level.tenant, TokenBudget(level.tokens_per_minute, level.num_left, at_s))
 
     async def run(self) -> None:
-        """Restore, and save what has changed, now and then, until cancelled. Raises ConfigError."""
+        """Restore the levels, then save changed ones every `SAVE_S` seconds until cancelled. Raises
+        ConfigError."""
         await self.restore()
         while True:
             await asyncio.sleep(SAVE_S)
@@ -129,7 +132,7 @@ class QuotaLevels:
                 await self.save()
 
     async def save(self) -> None:
-        """Save the tokens of tenants that have used others since the latest write. Raises NotStoredError."""
+        """Save the levels of tenants that have used tokens since the latest write. Raises NotStoredError."""
         since_1970_s = time.time() - time.monotonic()
         used = {
             tenant: tokens.num_charged - tokens.num_refunded
@@ -141,6 +144,6 @@ class QuotaLevels:
             for tenant in changed:
                 tokens = self._quotas.by_tenant[tenant]
                 at = since_1970_s + tokens.at_s
-                levels.append(Level(tenant, tokens.tokens_per_minute, tokens.num_left, at))
+                levels.append(QuotaLevel(tenant, tokens.tokens_per_minute, tokens.num_left, at))
             await self._store.save(levels)
             self._num_saved |= changed

@@ -1,4 +1,5 @@
-"""A Conductor's process that stands by: it waits until it leads, and its HTTP routes say for which leader.
+"""The process of a Conductor that stands by: it waits until it leads, and its HTTP routes name the present
+leader.
 
 Owns: these routes, until the process leads. Does not know: elections (`mooncake.leadership`), requests of
 clients, which fronts answer.
@@ -45,13 +46,14 @@ async def leading(
     listener: socket.socket,
     registry: CollectorRegistry,
 ) -> AsyncIterator[Term]:
-    """Lead while the block runs, as `mooncake.leadership.terms.leading`, and serve a standby's routes before.
+    """Make a context in which this process leads, as `mooncake.leadership.terms.leading` does; serve a
+    standby's routes before.
 
     Args:
         cluster, life: The arguments of `mooncake.leadership.terms.leading`.
         front: The settings of the front that this process has when it leads.
         endpoint: The endpoint at which workers and fronts find the Conductor.
-        fit: What it has in common with all others of its cluster.
+        fit: The properties that all Conductors of the cluster share.
         listener: The listening socket of the front, which stays open.
         registry: The registry to which the metrics of leadership are added.
     """

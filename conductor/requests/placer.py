@@ -139,12 +139,13 @@ class Placer:
     ) -> tuple[Placement, Rejection | None]:
         """Return the placement that best meets the SLOs, and the SLO that it misses, if any.
 
-        1. A prompt that waits for blocks which others compute goes where its first token is soonest, though
-           the blocks are computed again there.
-        2. If that is late as well, it gets a pair instead of inlining, or the other way round, if in time so.
+        1. A prompt that waits for blocks which others compute is placed where its first token is soonest,
+           even if the blocks are computed again there.
+        2. If that is late as well, the prompt is inlined rather than computed by a pair, or the reverse, if
+           it is in time then.
 
         Returns:
-            The placement in the end, and why it misses an SLO; None if it does not.
+            The chosen placement, and why it misses an SLO; None if it does not.
         """
         if not tracked.may_be_rejected:
             return placement, None

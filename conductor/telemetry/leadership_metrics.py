@@ -11,12 +11,12 @@ from mooncake.leadership.leaders import Reach
 
 
 def register_reach(registry: CollectorRegistry, reach: Reach) -> None:
-    """Add the metric of processes that ask etcd to `registry`."""
+    """Add to `registry` the metric of all processes that use etcd: whether it answers."""
     gauge = Gauge("mooncake_etcd_reachable", "whether etcd answers this process", registry=registry)
     gauge.set_function(lambda: float(reach.is_given))
 
 
 def register_leadership(registry: CollectorRegistry, leads: Callable[[], bool]) -> None:
-    """Add the metric of Conductors alone to `registry`. `leads` returns whether this one leads."""
+    """Add to `registry` the metric of Conductors: whether this one leads, as `leads` returns."""
     gauge = Gauge("mooncake_conductor_leads", "whether this conductor leads, or stands by", registry=registry)
     gauge.set_function(lambda: float(leads()))

@@ -1,9 +1,9 @@
 """Context caches in etcd, where the next leader finds them.
 
-A cache has two keys: its content, of up to some 1.5 MB, which never changes, and its end, which clients may
-change often: etcd keeps what keys have been. Both are removed after the end.
+A cache has two keys: its content of up to some 1.5 MB, which never changes, and its end, which clients may
+change often. They are separate because etcd keeps former values of keys. Both are removed after the end.
 
-Owns: the keys and their content, what etcd may have otherwise than clients were told. Does not know: who may
+Owns: the keys and their content, which ends etcd may have that clients were not told. Does not know: who may
 see a cache, where its blocks are, etcd's calls (`mooncake.leadership.state_keys`).
 """
 
@@ -22,12 +22,12 @@ from mooncake.leadership.state_keys import MAX_KEYS, StateKeys
 
 _CONTENTS, _ENDS = "context_caches", "context_cache_ends"
 _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
-"""Keys in an answer of etcd: contents have up to 1.5 MiB."""
+"""The numbers of keys in one answer of etcd: few contents, as each may have 1.5 MiB."""
 _NEVER = 0.0
-"""The end of a cache that is not to be in etcd: deleted, or never told to its client."""
+"""The end of a cache that should not be in etcd: it was deleted, or its client was never told of it."""
 _FASTEST = 1
 TIDY_S = 1.0
-"""Time between two looks for what has ended or is in doubt."""
+"""Seconds between two searches for caches that have ended, or whose end in etcd is in doubt."""
 log = logging.getLogger(__name__)
 
 
@@ -42,9 +42,9 @@ class CacheKeys:
         """Caches of which etcd may have another end, as the answer to a change has not come."""
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
-        """Return the caches of this model, oldest first; waits until etcd answers.
+        """Return the caches of this model, oldest first. Waits until etcd answers.
 
-        Of two with one name, the earlier was never told to its client, and is removed.
+        Of two caches with one name, the client was never told of the earlier one, which is removed.
         """
         contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
         ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)
@@ -64,7 +64,7 @@ class CacheKeys:
             await self._put(cache)
 
     async def extend(self, cache: StoredCache) -> None:
-        """Set the end of a cache."""
+        """Store the new end of a cache."""
         async with self._keys.turn():
             if self._ends.get(cache.id, _NEVER) > time.time():
                 await self._set_end(cache.id, cache.expires_at)
@@ -78,15 +78,18 @@ class CacheKeys:
                 await self._set_end(cache_id, _NEVER)
 
     async def run(self) -> None:
-        """Remove what has ended, and settle what is in doubt, now and then, until cancelled."""
+        """Tidy up every `TIDY_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(TIDY_S)
             with contextlib.suppress(NotStoredError):  # tried again
                 await self.tidy_up()
 
     async def tidy_up(self) -> None:
-        """Remove caches that have ended, and give those in doubt the ends that clients were told: some of
-        them, if they are many. Raises NotStoredError."""
+        """Remove ended caches, and set the ends in doubt to those that clients were told: as many as fit into
+        one change.
+
+        Raises NotStoredError.
+        """
         async with self._keys.turn():
             now, most = time.time(), MAX_KEYS // 3
             over = [cache_id for cache_id, end in self._ends.items() if end <= now][:most]
@@ -130,7 +133,7 @@ def _encoded_end(end: float) -> bytes:
 def _understood(
     contents: Mapping[str, bytes], encoded_ends: Mapping[str, bytes]
 ) -> tuple[dict[str, float], list[StoredCache]]:
-    """Return the ends, by id, and the caches that this release understands."""
+    """Return the ends, by id, and those caches that this release can decode."""
     ends, caches = dict[str, float](), []
     for cache_id, encoded in encoded_ends.items():
         try:

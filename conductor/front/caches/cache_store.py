@@ -1,10 +1,10 @@
 """The store of context caches that outlives a process: a file of this host, or etcd.
 
-A cache is stored before its client is told of it, and stays until it is deleted or its time to live has
-passed, whatever becomes of the process. Its times are seconds since 1970, as the clock of a process ends with
-it.
+A cache is stored before its client is told of it. It stays until it is deleted or its time to live has
+passed, even if the process ends. Times are seconds since 1970, as the process's own clock ends with the
+process.
 
-Owns: what is stored of a cache. Does not know: where (`cache_file`, `cache_keys`).
+Owns: the stored facts of a cache. Does not know: where they are stored (`cache_file`, `cache_keys`).
 """
 
 from typing import NamedTuple, Protocol

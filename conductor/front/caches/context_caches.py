@@ -149,7 +149,8 @@ def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 class ContextCaches:
-    """All caches of a front. All times are of one clock of the caller, unless they are called since 1970."""
+    """All caches of a front. Times are of the caller's clock, except `created_at` and `expires_at`, which
+    count from 1970."""
 
     def __init__(
         self,

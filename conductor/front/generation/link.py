@@ -16,17 +16,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from conductor.front.errors import (
-    RETRY_AFTER_S,
-    GenerationFailedError,
-    RateLimitedError,
-    UnavailableError,
-)
+from conductor.front.errors import GenerationFailedError, UnavailableError
+from conductor.front.generation.conductor_errors import error_of
 from conductor.front.generation.reception import Lost, Receive, Reception
-from conductor.view.rejection import Reason
 from mooncake.bus.zeromq import PeerGoneError, Router
 from mooncake.endpoints import advertised
-from mooncake.errors import ConfigError, OverloadedError, RequestError
+from mooncake.errors import ConfigError, RequestError
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,
@@ -274,20 +269,14 @@ class Link:
                     await self._adopt(cluster)
                 case RegisterRefused(message):
                     raise ConfigError(f"the conductor refused this front: {message}")
-                case Rejected() as rejected:
-                    self._end(rejected.request_id, _rejection(rejected))
+                case Rejected() | Failed() as ended:
+                    self._end(ended.request_id, error_of(ended))
                 case Ordered() | InstanceList() | Migrates() as answer:
                     waiting = self._orders.get(answer.order)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(answer)
                 case Interrupted(request_id):
                     await self._continue(request_id)
-                case Failed(request_id, message, is_refused=True, param=param):
-                    code = None if param is None else "unsupported_parameter"
-                    self._end(request_id, RequestError(message, param=param, code=code))
-                case Failed(request_id, message, may_retry):
-                    error = UnavailableError if may_retry else GenerationFailedError
-                    self._end(request_id, error(message))
                 case Ended(request_id, num_output_tokens):
                     if (reception := self._in_flight.get(request_id)) is not None:
                         reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
@@ -385,16 +374,6 @@ class Link:
         reception = self._in_flight.pop(request_id, None)
         if reception is not None:  # else the client has gone in the meantime
             reception.receive(Lost(request_id, error))
-
-
-def _rejection(rejected: Rejected) -> RequestError:
-    retry_after_s = RETRY_AFTER_S if rejected.retry_after_s is None else rejected.retry_after_s
-    if rejected.status == 429:
-        is_quota = rejected.reason in (Reason.MAX_CONCURRENT, Reason.TOKENS_PER_MINUTE)
-        return (RateLimitedError if is_quota else OverloadedError)(rejected.message, retry_after_s)
-    if rejected.status == 503:
-        return UnavailableError(rejected.message, retry_after_s)
-    return RequestError(rejected.message, status=rejected.status)
 
 
 def _now() -> float:

@@ -44,8 +44,8 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     `GET /instances` lists the instances. `POST /instances/NAME/drain`, `.../serve` and `.../role?role=ROLE`
     give an order; with `?force=true` even if no instance is left for a stage. `.../drain?stay=true`: the
     instance does not end when drained. `POST /instances/NAME/heads?to=HELPER&num=N` moves that many KV heads
-    to a helper, `.../layers?to=HELPER&layers=10:20` layers; `.../heads?to=HELPER&num=0` has back what is
-    there. `POST /requests/ID/migrate?to=NAME` moves a running request.
+    to a helper, `.../layers?to=HELPER&layers=10:20` layers; `.../heads?to=HELPER&num=0` moves all modules
+    back. `POST /requests/ID/migrate?to=NAME` moves a running request.
     """
     router = APIRouter(
         prefix=ADMIN, dependencies=[Depends(access.check_acting), Depends(_check_names_of_parameters)]

@@ -170,8 +170,8 @@ def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
 def _add_middleware(app: FastAPI, front: FrontState, answers: Mapping[str, Handler]) -> None:
     """Add the middleware. The one added last sees a request first.
 
-    In the order of a request: permissions of other sites, as browsers ask for them without a key, and are to
-    read of our errors; the span; ids and errors (`Boundary`); the key; the paths that need no router.
+    In the order of a request: CORS, as browsers ask for permission without a key and should be able to read
+    errors; the span; ids and errors (`Boundary`); the key; the paths that need no router.
     """
     app.add_middleware(_DirectRoutes, answers=answers)
     if (keys_file := front.config.api_keys_file) is not None:
