@@ -56,7 +56,8 @@ SIDES = (*OURS, *PEERS)
 
 
 class Load(NamedTuple):
-    """Requests of `source`: one behind the other of so many clients, or when they are due in `duration_s`."""
+    """A load: `source`'s requests, sent by a number of clients one after the other, or when they are due in
+    `duration_s`."""
 
     source: Source
     num_clients: int | None = None
@@ -73,7 +74,7 @@ def _lengths(num_input: int, num_output: int) -> MixSource:
 SHORT, LONG = _lengths(128, 64), _lengths(1500, 16)
 MIXED = MixSource(MIXES["chat-and-documents"], burstiness=1.0)
 CAPACITY_PER_S = 2.0
-"""Requests of `MIXED` a second that the best of the sides answers within the SLOs."""
+"""Requests of `MIXED` a second that the best side answers within the SLOs."""
 SHARED_PREFIX = SyntheticLoad(
     rate_per_s=3.0,
     first_input_tokens=(1060.0, 1100.0, 1180.0),
@@ -103,12 +104,12 @@ LOADS = {
 
 
 def trace_load(path: Path) -> Load:
-    """Return the arrivals of a trace at a third of its speed, its lengths a twentieth."""
+    """Return the load of a trace at a third of its speed, with lengths of a twentieth."""
     return Load(TraceSource(path, speed=1 / 3, jitter_s=3.0), duration_s=30.0, scale_lengths=0.05)
 
 
 class Side(NamedTuple):
-    """A running server."""
+    """A running server that is compared with others."""
 
     name: str
     server: Server
@@ -117,7 +118,7 @@ class Side(NamedTuple):
     context_len: int | None
 
     def run_of(self, load: Load, seed: int) -> Run:
-        """Return a run of `load` here. Another seed has other prompts."""
+        """Return a run of `load` on this server. Each seed gives other prompts."""
         return Run(
             url=self.url,
             model=self.model,

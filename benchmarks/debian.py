@@ -1,7 +1,7 @@
-"""Programs that only tests and benchmarks need, from Debian's packages: unpacked under a cache folder,
-installed nowhere.
+"""Programs that only tests and benchmarks need, unpacked from Debian's packages into a cache folder, without
+installation.
 
-What a package depends on is unpacked beside it, unless this host has it installed.
+A package's dependencies are unpacked beside it, unless they are installed on this host.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
 class CannotFetchError(Exception):
-    """Why a program cannot be had on this host."""
+    """A program cannot be fetched on this host. The message says why."""
 
 
 def environment(package: str) -> dict[str, str]:
@@ -29,7 +29,7 @@ def environment(package: str) -> dict[str, str]:
 
 
 def fetch(package: str) -> Path:
-    """The folder with the unpacked package. Raises CannotFetchError."""
+    """Return the folder with the unpacked package. Raises CannotFetchError."""
     folder = _cache() / package
     _cache().mkdir(parents=True, exist_ok=True)
     with open(_cache() / f"{package}.lock", "w") as lock:

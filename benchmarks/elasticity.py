@@ -10,11 +10,11 @@ machine's cores from one another.
 `swing`: the load changes every `--seconds` from long prompts with short answers to short prompts with long
 answers (1,500 and 30 tokens; 150 and 300), at `--load` times 8 and 6 requests/s. Goodput of the fixed
 divisions, in which decode instances may inline prompts or not, and of one that rebalances; its switches and
-migrations. `steady`: the mean of both at once, all the time. `switch`: seconds from the order to
-switch a decode instance with 8 running streams to a prefill instance, to the first prompt that it has
-computed. `drain`: seconds in which an instance with 32 running streams leaves; whether a stream broke or said
-anything else than on a quiet cluster. Logits of a model of random weights are nearly equal, so an answer may
-change by its batch alone: how many do from one quiet run to the next is told beside.
+migrations. `steady`: the mean of both at once, all the time. `switch`: seconds from the order to switch a
+decode instance with 8 running streams to a prefill instance, to the first prompt that it has computed.
+`drain`: seconds in which an instance with 32 running streams leaves, streams that broke, and answers that
+differ from those of a quiet cluster. Logits of a model of random weights are nearly equal, so an answer may
+change by its batch alone: the table also has the number of answers that differ between two quiet runs.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from benchmarks.tools.traces.phases import Phase
 
 TOLD_TTFT_S, TOLD_TBT_S = 4.0, 0.06
 SLO = Slo(ttft_s=1.5 * TOLD_TTFT_S, tbt_s=1.5 * TOLD_TBT_S, long_from=1000)
-"""SLOs of an effective request, as in `benchmarks.overload`."""
+"""The SLOs of an effective request, as in `benchmarks.overload`."""
 PROMPTS_PER_S, ANSWERS_PER_S = 8.0, 6.0
 FIXED = "--conductor-rebalancing=false"
 NO_INLINING = "--conductor-inlining=false"
@@ -61,7 +61,10 @@ WARM_UP = (Phase(8.0, 3.0, 500, 50),)
 
 
 def swinging(seconds: float, load: float) -> tuple[Phase, ...]:
-    """Long prompts, then long answers. Phases as short as a second are both at once: nobody notices them."""
+    """Return the phases of a load that swings between long prompts and long answers.
+
+    Phases of about a second amount to both loads at once, as no rule follows them.
+    """
     return (Phase(seconds, load * PROMPTS_PER_S, 1500, 30), Phase(seconds, load * ANSWERS_PER_S, 150, 300))
 
 
@@ -81,7 +84,7 @@ def cluster(flags: Sequence[str], output: int) -> Iterator[str]:
 def under_load(
     clients: Clients, url: str, phases: tuple[Phase, ...], duration_s: float, seed: int
 ) -> Summary:
-    """One open loop of these phases; returns when all its requests have ended."""
+    """Run one open loop of these phases, until all its requests have ended."""
     run = Run(
         url=url,
         model=find_server(url, None, None).model,
@@ -95,7 +98,7 @@ def under_load(
 
 
 def total(url: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels."""
+    """Return the sum of a metric's samples that have these labels."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
@@ -142,7 +145,8 @@ def _cells(summary: Summary) -> list[str]:
 
 
 class Streams:
-    """Streamed answers that run at once, as long as the block does; what they say, and their longest gaps."""
+    """A context in which streamed answers run at the same time, with their texts and longest gaps as
+    results."""
 
     def __init__(self, url: str, model: str, num_streams: int, num_tokens: int) -> None:
         self._url, self._model, self._num_tokens = url, model, num_tokens
@@ -190,24 +194,24 @@ class StreamResult(NamedTuple):
 
 
 LENIENT = "--conductor-tbt-slo-s=0.2"
-"""A TBT SLO that one instance keeps with the streams of two: it may get them all."""
+"""A TBT SLO so long that one instance can take the streams of two."""
 ORDER_FLAGS = ("--num-prefill=1", "--num-decode=2", FIXED, NO_INLINING, LENIENT)
 
 
 def _num_requests(url: str, instance: str) -> int:
-    """The requests of an instance, as the Conductor knows them."""
+    """Return the number of an instance's requests that the Conductor counts."""
     instances = httpx.get(f"{url}/dashboard/state").json()["instances"]
     return sum(shown["num_requests"] for shown in instances if shown["name"] == instance)
 
 
 def _has_computed(url: str, instance: str) -> bool:
-    """Whether this instance has computed the prompt of a request that is over."""
+    """Return whether this instance has computed the prompt of a request that has ended."""
     requests = httpx.get(f"{url}/dashboard/state").json()["requests"]
     return any(shown["prefill"] == instance for shown in requests if shown["is_over"])
 
 
 def _ask_for_prompts(url: str, model: str, number: int) -> None:
-    """Have a few prompts computed at once; those of another number have nothing in common with them."""
+    """Send a few prompts at once. Prompts of another `number` share no prefix with them."""
 
     def ask(index: int) -> None:
         prompt = [number % VOCAB_SIZE, index, *(token % VOCAB_SIZE for token in range(800))]
@@ -219,7 +223,7 @@ def _ask_for_prompts(url: str, model: str, number: int) -> None:
 
 
 def measure_drain(output: int) -> None:
-    """Print how an instance with 32 running streams leaves."""
+    """Measure and print how an instance with 32 running streams leaves."""
     with cluster(ORDER_FLAGS, output) as url:
         model = find_server(url, None, None).model
         quiet = [Streams(url, model, 64, 400).results() for _ in range(2)]
@@ -233,7 +237,8 @@ def measure_drain(output: int) -> None:
 
 
 def measure_switch(output: int) -> None:
-    """Print how long a decode instance with 8 streams takes to compute its first prompt as a prefill one."""
+    """Measure and print how long a decode instance with 8 streams takes until it computes its first prompt as
+    a prefill one."""
     with cluster(ORDER_FLAGS, output) as url:
         model = find_server(url, None, None).model
         quiet = [Streams(url, model, 16, 400).results() for _ in range(2)]
@@ -252,7 +257,7 @@ def measure_switch(output: int) -> None:
 def _print_order(
     title: str, what: str, num_there: int, began_s: float, quiet: list[list[StreamResult]], streams: Streams
 ) -> None:
-    """Print what an order took that is carried out by now, and what became of the streams."""
+    """Print how long a completed order took, and how the streams have ended."""
     seconds = time.monotonic() - began_s
     results = streams.results()
     before, again = quiet

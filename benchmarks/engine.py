@@ -3,9 +3,9 @@ process.
 
     .venv/bin/python -m benchmarks.engine [--quick]
 
-SmolLM2-135M's shape with random weights, bfloat16. Decode has 200 tokens of context. The two take turns, so
-that what else runs on the machine slows both. A row is the best of several runs by the thread's CPU time;
-wall time is beside it: a difference between the two is other processes' work. `--quick` leaves torch out.
+SmolLM2-135M's shape with random weights, bfloat16. Decode has 200 tokens of context. Both take turns, so that
+other load on the machine slows both. A row is the best of several runs by the thread's CPU time, with the
+wall time beside it: the difference is the work of other processes. `--quick` leaves torch out.
 """
 
 import argparse
@@ -41,7 +41,7 @@ NUM_STEPS = 10
 
 
 class Timer:
-    """The shortest of several runs, in seconds of the thread's CPU and of the clock."""
+    """The shortest of several runs, in seconds of the thread's CPU time and of wall time."""
 
     def __init__(self) -> None:
         self.cpu_s = self.wall_s = float("inf")
@@ -57,7 +57,7 @@ class Timer:
 
 
 def main() -> None:
-    """Print one table."""
+    """Measure, and print one table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine", description=(__doc__ or "").partition("\n")[0]
     )

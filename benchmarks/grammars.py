@@ -1,4 +1,5 @@
-"""What a grammar costs a decode step: CPU time of the forward pass and of the draw, with and without.
+"""The cost of a grammar in a decode step: CPU time of the forward pass and of the draw, with and without a
+grammar.
 
     python -m benchmarks.grammars
 
@@ -41,7 +42,7 @@ SCHEMAS = {"none": None, "of a person": PERSON, "any object": {"type": "object"}
 
 
 def main() -> None:
-    """Print one table."""
+    """Measure, and print one table."""
     torch.set_num_threads(1)
     spec = model_spec(SMOLLM2)
     model = DecoderModel(spec, range(spec.num_layers), torch.bfloat16)
@@ -67,7 +68,7 @@ def main() -> None:
 def measure(
     model: DecoderModel, kv: DeviceKVCache, chunks: Sequence[Chunk], grammar: Grammar | None
 ) -> tuple[list[float], list[float]]:
-    """CPU milliseconds of each step's forward pass and draw."""
+    """Return the CPU milliseconds of each step's forward pass and draw."""
     request = Request("r", [1], [], SamplingParams(NUM_STEPS, temperature=0, stop_token_ids=(2,)), "front")
     rows = [(rules_of(request, None if grammar is None else grammar.begin()), list[int]()) for _ in chunks]
     forward_ms, draw_ms = [], []

@@ -35,7 +35,8 @@ class Prompt(NamedTuple):
 
 
 class HitRate(NamedTuple):
-    """Hit rates of blocks, wherever found, and of tokens, in prefixes only, as a prefill reuses them."""
+    """The hit rate of blocks, wherever found, and that of tokens, which counts prefixes only, as a prefill
+    reuses no others."""
 
     blocks: float
     tokens: float
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def read_trace(path: Path) -> list[Prompt]:
-    """Raises OSError, or ValueError for a line that is no request."""
+    """Return the prompts of a trace. Raises OSError, or ValueError for a line that is no request."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         requests = [json.loads(line) for line in lines]
     return [
@@ -72,7 +73,7 @@ def read_trace(path: Path) -> list[Prompt]:
 
 
 def replay(prompts: Sequence[Prompt], policy: EvictionPolicy, num_pages: int) -> HitRate:
-    """One pool of `num_pages` for all requests, one after the other."""
+    """Return the hit rate of one pool of `num_pages` that serves all requests one after the other."""
     pool = Pool(PageTable.in_memory(num_pages, 1), policy=policy)
     watermarks = KVCacheConfig()
     num_hits = num_blocks = num_hit_tokens = num_tokens = 0

@@ -2,10 +2,10 @@
 
     python -m benchmarks.isolation [--rounds N] [--only NAME ...] [mooncake-serve flags]
 
-Starts `mooncake-serve` on a free port with an API key for each of two tenants. One keeps a load under way
-that any client may send; the other asks for two tokens behind a prompt of 16 random ones, again and again,
-with a pause that a user might make. Each load is one row; the first row is the idle server. `times idle`
-compares the p99. `gap` is the p50 of the time between the two tokens.
+Starts `mooncake-serve` on a free port with an API key for each of two tenants. One keeps sending a load that
+any client may send. The other asks again and again for two tokens behind a prompt of 16 random tokens, with a
+pause as a user might make it. Each load is one row; the first row is the idle server. `times idle` compares
+the p99. `gap` is the p50 of the time between the two tokens.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SETTLING_S = 3.0
 NUM_PROMPT, NUM_LONG_PROMPT = 16, 7000
 """Tokens of a small request's prompt, and of a long one."""
 FLOOD = 64
-"""Requests of a load in flight at the same time, where it consists of many."""
+"""Requests of a load in flight at the same time, for loads of many requests."""
 
 
 class Load(NamedTuple):
@@ -50,7 +50,7 @@ class Load(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Times of the small tenant's requests, in seconds: first tokens, whole answers, gaps between tokens."""
+    """Measured seconds of the small tenant's requests: first tokens, whole answers, gaps between tokens."""
 
     ttfts_s: list[float]
     answers_s: list[float]
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 
 def completion(rng: random.Random, num_prompt: int, num_tokens: int, **fields: Any) -> Body:
-    """Random tokens in, so many out."""
+    """Return the body of a request with a prompt of `num_prompt` random tokens, for `num_tokens` tokens."""
     prompt = [rng.randrange(1000, 40000) for _ in range(num_prompt)]
     return {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
 
@@ -88,7 +88,7 @@ LOADS = (
 
 
 def words(rng: random.Random, num_words: int) -> str:
-    """Random words, practically never repeated."""
+    """Return random words, which are practically never repeated."""
     return " ".join(f"{rng.randrange(1 << 40):x}" for _ in range(num_words))
 
 
@@ -114,7 +114,7 @@ async def keep_asking(http: httpx.AsyncClient, load: Load, rng: random.Random, s
 
 @contextlib.asynccontextmanager
 async def under_way(http: httpx.AsyncClient, load: Load, seed: int) -> AsyncIterator[set[int]]:
-    """The load, and the status codes of what has been answered of it."""
+    """Make a context in which the load is sent. It yields the status codes of the answers so far."""
     statuses = set[int]()
     tasks = [
         asyncio.create_task(keep_asking(http, load, random.Random(1000 * seed + client), statuses))
@@ -132,7 +132,8 @@ async def under_way(http: httpx.AsyncClient, load: Load, seed: int) -> AsyncIter
 
 
 async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[float, float, float]:
-    """TTFT, time to the end, and the gap between the two tokens, in seconds."""
+    """Send a small request. Returns its TTFT, the time to its end, and the gap between its two tokens, in
+    seconds."""
     body = completion(rng, NUM_PROMPT, 2, stream=True)
     started_s, seen_s = time.perf_counter(), list[float]()
     async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -145,7 +146,8 @@ async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[fl
 
 
 async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load, num_rounds: int) -> Measured:
-    """The small tenant's requests beside `load`. One that does not settle begins anew for each of them."""
+    """Measure the small tenant's requests beside `load`. A load that does not settle begins anew for each of
+    them."""
     rng = random.Random(load.name)
     rows = []
     async with contextlib.AsyncExitStack() as stack:
@@ -168,7 +170,7 @@ async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load,
 
 
 async def idle(http: httpx.AsyncClient) -> None:
-    """Returns when no request is under way."""
+    """Wait until no request is in flight."""
     while True:
         lines = (await http.get("/metrics")).text.splitlines()
         states = [float(line.split()[-1]) for line in lines if line.startswith("mooncake_requests_by_state{")]
@@ -178,7 +180,7 @@ async def idle(http: httpx.AsyncClient) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of them do not exceed."""
+    """Return the smallest value that `share` of the values do not exceed."""
     return sorted(values)[max(0, -(-int(len(values) * share * 1000) // 1000) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""What watching costs: counting, scrapes of `/metrics`, an open dashboard.
+"""The cost of monitoring: counting, scrapes of `/metrics`, an open dashboard.
 
     python -m benchmarks.monitoring [--instances N] [--seconds S] [--processes N]
 
@@ -39,13 +39,13 @@ _NUM_COUNTED = 5000
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that a process has used, all its threads together; to the nanosecond."""
+    """Return the processor time that a process has used, over all its threads, exact to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def counting_s() -> float:
-    """Return the seconds of one request with an answer of so many tokens; the best of five."""
+    """Return the seconds of counting one request whose answer has that many tokens: the best of five."""
     metrics = Metrics(CollectorRegistry(), "model", 1.0, 0.1)
     gaps_s = [0.02] * (NUM_OUTPUT - 1)
     best_s = float("inf")
@@ -66,7 +66,7 @@ def counting_s() -> float:
 
 
 def streams() -> Run:
-    """The requests; of which server, and how many, is to be said."""
+    """Return the run of streamed requests, without server and number of requests."""
     return Run(
         source=MixSource(Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), 1.0, 1.0), 1.0),
         concurrency=CONCURRENCY,
@@ -77,7 +77,7 @@ def streams() -> Run:
 
 
 def watched(url: str, pid: int) -> tuple[list[float], float, list[float]]:
-    """Watch a server with scrapes and with polls of a dashboard, one a second.
+    """Load a server with scrapes and with polls of a dashboard, one a second.
 
     Returns the seconds until each scrape was answered, the processor time of one, and the seconds until each
     poll was answered.

@@ -1,4 +1,4 @@
-"""A decode step with some of the KV heads at a helper, beside the same step with all of them in one place.
+"""A decode step with some of the KV heads at a helper, beside the same step with all heads in one process.
 
     .venv/bin/python -m benchmarks.moved_heads [--tokens 16384] [--batches 1 8]
 
@@ -57,7 +57,7 @@ def empty(shape: str, num_pages: int) -> tuple[DecoderModel, DeviceKVCache]:
 
 
 def help_owners(shape: str, num_pages: int, path: str) -> None:
-    """Be the helper, until killed."""
+    """Run as the helper, until killed."""
     torch.set_num_threads(1)
     model, kv = empty(shape, num_pages)
     asyncio.run(ModulesHost("helper", path, FINGERPRINT, model, kv, lambda: 0, lambda: False).run())
@@ -83,7 +83,7 @@ class Steps:
         self.chunks = [Chunk([1000], num_tokens - 1, pages) for pages in tables]
 
     def measure(self) -> tuple[float, torch.Tensor]:
-        """Return the median of the steps in seconds, and the logits."""
+        """Return the median seconds of the steps, and the logits."""
         times_s = []
         for _ in range(NUM_STEPS + 2):
             began_s = time.perf_counter()
@@ -113,7 +113,7 @@ class Steps:
 
 
 async def compare(shape: str, batch_size: int, num_tokens: int) -> None:
-    """Print a row."""
+    """Measure one model and batch size, and print a row."""
     steps = Steps(shape, batch_size, num_tokens)
     num_kv_heads = steps.model.spec.num_kv_heads
     num_heads = num_kv_heads // 2
@@ -138,7 +138,7 @@ async def compare(shape: str, batch_size: int, num_tokens: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print one table."""
+    """Measure, and print one table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.moved_heads", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,6 +1,6 @@
-"""What a measurement finds: tables whose rows are printed as they come, and kept.
+"""The findings of a measurement: tables whose rows are printed as they come, and kept.
 
-Owns: Markdown, the file that others read. Does not know: what is measured.
+Owns: Markdown, the file for programs. Does not know: what is measured.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Found(NamedTuple):
-    """What a check has found."""
+    """The finding of one check."""
 
     is_good: bool
     figure: str
@@ -35,7 +35,7 @@ class Report:
         self._print("\n".join(_head(title, columns)))
 
     def row(self, *cells: str, **values: object) -> None:
-        """Add a row to the last table: its cells, and the same as numbers and words for programs."""
+        """Add a row to the last table: its cells, and the same facts as numbers and words for programs."""
         self._tables[-1]["rows"].append(cells)
         self._tables[-1]["values"].append(values)
         self._print(_line(cells))
@@ -45,7 +45,7 @@ class Report:
         self.table(title, "", "found", "after", "")
 
     def check(self, name: str, find: Callable[[], Found]) -> bool:
-        """Add a row of what `find` returns or raises, and return whether it was good."""
+        """Add a row with the finding that `find` returns or raises. Returns whether it was good."""
         try:
             is_good, figure = find()
         except Exception as error:  # noqa: BLE001 - the other checks go on
@@ -57,7 +57,7 @@ class Report:
         return is_good
 
     def say(self, **facts: str) -> None:
-        """Keep facts about the whole, such as `error`."""
+        """Keep facts about the whole report, such as `error`."""
         self._facts |= facts
         self._print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
 
@@ -68,7 +68,7 @@ class Report:
 
 
 def _told(error: Exception) -> str:
-    """Return what an error says and where it was raised, in another process too."""
+    """Return an error's text and where it was raised, also in another process."""
     text = "".join(traceback.format_exception(error.__cause__ or error))
     places = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
     said = " ".join(str(error)[:600].split())
@@ -76,14 +76,14 @@ def _told(error: Exception) -> str:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write a file of which a reader finds all or the one before, whenever its writer is killed."""
+    """Write a file so that a reader finds all of it or the version before, whenever its writer is killed."""
     written = file.with_name(f"{file.name}.new")
     written.write_text(json.dumps(value))
     written.replace(file)
 
 
 def tables_of(record: Mapping[str, Any]) -> str:
-    """Return the Markdown of what a report has written."""
+    """Return the tables of a report's file in Markdown."""
     lines: list[str] = []
     for table in record.get("tables", ()):
         lines += [*_head(table["title"], table["columns"]), *map(_line, table["rows"])]

@@ -4,11 +4,11 @@
 
 A conductor, a front, a prefill instance and some decode instances, each on a node of its own. Their workers
 compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`). All streams
-run at once; beside them a short request comes each 0.2 s for a while. In the first run nothing happens. In
-the second one the conductor's process is killed when these requests begin; its supervisor starts it again.
-With --standby there are two conductors, of which etcd (from Debian's packages) makes one the leader: its
-process is killed in the second run, and in a third one its whole node, so that nobody tells etcd of its end.
-A stream is lost that does not end with all its tokens.
+run at once; beside them a short request comes each 0.2 s for a while. In the first run nothing is killed. In
+the second run the conductor's process is killed when these requests begin, and its supervisor starts it
+again. With --standby there are two conductors, of which etcd (from Debian's packages) makes one the leader:
+its process is killed in the second run, and in a third run its whole node, so that nobody tells etcd of its
+end. A stream that does not end with all its tokens counts as lost.
 """
 
 import argparse
@@ -38,26 +38,27 @@ from mooncake.security.keys import ClusterKey
 MODEL = "slowed"
 NUM_PROMPT_TOKENS = 60
 NUM_TOKENS_BEFORE = 30
-"""Tokens that each stream has when something happens."""
+"""Tokens that each stream must have before the kill."""
 PROBE_PERIOD_S, PROBES_S = 0.2, 8.0
 MAX_FACTOR, MAX_MORE_S, MAX_PROBE_S = 1.5, 0.5, 3.0
-"""Bars: of the longest gap, against p99.9 of the first run; of a request that comes meanwhile."""
+"""Bars: the longest gap as a multiple of the first run's p99.9 and in seconds beyond it, and the time of a
+request that arrives meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`front` is where clients ask; `conductors` are the supervisors of the conductors' nodes, by the URL of
-    each."""
+    """The running nodes. `front` is the URL for clients; `conductors` are the supervisors of the conductors'
+    nodes, by URL."""
 
     front: str
     conductors: dict[str, int]
 
     def kill_process(self) -> None:
-        """Kill the process of the conductor that leads, which is the only child of its supervisor."""
+        """Kill the process of the leading conductor, the only child of its supervisor."""
         os.kill(_child_of(self._leader), signal.SIGKILL)
 
     def kill_node(self) -> None:
-        """Kill the supervisor, too, which can tell nobody of its child's end."""
+        """Kill the supervisor too, so that nobody reports the end of its child."""
         leader = self._leader
         child = _child_of(leader)
         os.kill(leader, signal.SIGKILL)
@@ -78,13 +79,13 @@ def _child_of(supervisor: int) -> int:
 
 @dataclass(slots=True)
 class Answer:
-    """When the tokens of one answer came."""
+    """The times at which the tokens of one answer came."""
 
     num_tokens: int
     began_s: float
     times_s: list[float] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it has `NUM_TOKENS_BEFORE` tokens."""
+    """The event that the answer has `NUM_TOKENS_BEFORE` tokens."""
     is_whole: bool = False
 
     @property
@@ -93,13 +94,13 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Infinite without a token."""
+        """The seconds to the first token; infinite without a token."""
         return self.times_s[0] - self.began_s if self.times_s else float("inf")
 
 
 @contextlib.contextmanager
 def cluster(num_decode: int, has_standby: bool, output: int) -> Iterator[Cluster]:
-    """Start all nodes. Raises ServerError, CannotFetchError."""
+    """Make a context with all nodes running. Raises ServerError, CannotFetchError."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as nodes:
         folder = Path(name)
         write_model(folder)
@@ -135,7 +136,8 @@ def cluster(num_decode: int, has_standby: bool, output: int) -> Iterator[Cluster
 
 @contextlib.contextmanager
 def etcd(folder: Path, output: int) -> Iterator[str]:
-    """Run an etcd of one member, and return its address. Raises ServerError, CannotFetchError."""
+    """Make a context with an etcd of one member, and yield its address. Raises ServerError,
+    CannotFetchError."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [str(fetch("etcd-server") / "usr/bin/etcd"), f"--data-dir={folder / 'etcd'}"]
     command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
@@ -145,7 +147,7 @@ def etcd(folder: Path, output: int) -> Iterator[str]:
 
 
 async def ask(url: str, prompt: list[int], answer: Answer) -> None:
-    """Stream an answer. What goes wrong shows as an answer that is not whole."""
+    """Stream an answer. A failure leaves the answer incomplete."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": answer.num_tokens, "temperature": 0}
     content = json.dumps(body | {"ignore_eos": True, "stream": True, "return_token_ids": True}).encode()
     where = urlsplit(url)
@@ -174,7 +176,7 @@ async def ask(url: str, prompt: list[int], answer: Answer) -> None:
 async def run(
     front: str, num_streams: int, num_tokens: int, number: int, kill: Callable[[], None]
 ) -> tuple[list[Answer], list[Answer]]:
-    """Return the answers of the streams, and of the requests that came beside them, in run `number`."""
+    """Run `number` of the experiment. Returns the answers of the streams, and of the requests beside them."""
     streams = [Answer(num_tokens, time.monotonic()) for _ in range(num_streams)]
     async with asyncio.TaskGroup() as group:
         for index, answer in enumerate(streams):
@@ -196,7 +198,7 @@ def _nothing() -> None:
 
 
 def main() -> None:
-    """Run both, and print the table."""
+    """Do all runs, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--streams", type=count, default=200)
     parser.add_argument("--tokens", type=count, default=300, help="of each stream")

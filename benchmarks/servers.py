@@ -1,6 +1,7 @@
 """A server as a child process, for as long as it is measured.
 
-Owns: a free port, starting, waiting until it is ready, ending. Does not know: which server, what is measured.
+Owns: a free port, starting, waiting until the server is ready, ending. Does not know: which server, what is
+measured.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ class ServerError(Exception):
 
 @contextlib.contextmanager
 def telling_why(*errors: type[Exception]) -> Iterator[int]:
-    """A file for what servers print. One of `errors` ends the program, with the last lines of that."""
+    """Make a context with a file for servers' output. One of `errors` ends the program, with the last lines
+    of the file."""
     with tempfile.TemporaryFile() as log:
         try:
             yield log.fileno()
@@ -36,7 +38,7 @@ def telling_why(*errors: type[Exception]) -> Iterator[int]:
 
 
 class Server:
-    """One that is ready, with all its processes that are in its session."""
+    """A server that is ready, with all processes of its session."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -47,7 +49,7 @@ class Server:
         return self._process.pid
 
     def pause(self) -> None:
-        """Takes the processor from it until `resume`."""
+        """Stop the processes until `resume`."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -63,7 +65,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """SIGTERM ends the program as Ctrl-C does: what it has started is ended too."""
+    """Make a context in which SIGTERM ends the program as Ctrl-C does, so that its servers are ended too."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -78,8 +80,10 @@ def serving(
     environment: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> Iterator[Server]:
-    """Runs `command` from when `ready_url` answers 200 on, and ends it, after SIGTERM too. `output`: a
-    descriptor instead of our own stdout and stderr. Raises ServerError.
+    """Make a context with a server that runs `command`, and is ready when `ready_url` answers 200.
+
+    The server is ended with the context, also after SIGTERM. `output`: a descriptor in place of our own
+    stdout and stderr. Raises ServerError.
     """
     with heeding_sigterm():
         process = subprocess.Popen(

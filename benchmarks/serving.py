@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving [mooncake-serve flags]
 
-Starts `mooncake-serve --role all` on a free port, with the flags that are given, measures in a closed loop,
-and prints one table. Prompts are random tokens, different for each request, so nothing is cached.
+Starts `mooncake-serve --role all` on a free port with the given flags, measures in a closed loop, and prints
+one table. Prompts are random tokens, different for each request, so nothing is cached.
 """
 
 import json
@@ -28,16 +28,16 @@ NUM_INPUT, NUM_OUTPUT = 128, 64
 
 
 class Completes(Protocol):
-    """Client that sends a server completions with random prompts."""
+    """The interface of a client that sends completions with random prompts."""
 
     def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Have one answer streamed, and return its TTFT in seconds."""
+        """Stream one answer, and return its TTFT in seconds."""
 
     def close(self) -> None: ...
 
 
 class Client:
-    """Sends completions with random prompts, as token ids."""
+    """A client that sends completions with random prompts, as token ids."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64))
@@ -48,7 +48,7 @@ class Client:
         self._http.close()
 
     def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Have one answer streamed, and return its TTFT in seconds."""
+        """Stream one answer, and return its TTFT in seconds."""
         body = {
             "model": self._model,
             "prompt": [self._rng.randrange(1000, 40000) for _ in range(num_prompt_tokens)],
@@ -66,8 +66,8 @@ def timed(
 ) -> float:
     """Send a completion, read its stream, and return its TTFT in seconds.
 
-    `num_tokens_of` an event: those that it brings, or tells of. Raises RuntimeError if they are not
-    `num_output_tokens` in all.
+    `num_tokens_of` returns the number of tokens that an event has or reports. Raises RuntimeError unless they
+    are `num_output_tokens` in all.
     """
     started_s = time.perf_counter()
     ttft_s = None
@@ -84,7 +84,8 @@ def timed(
 
 
 def closed_loop(client: Completes, concurrency: int, num_requests: int) -> tuple[float, list[float]]:
-    """Return the output tokens a second with so many requests in flight, and the TTFTs of all in seconds."""
+    """Return the output tokens a second with `concurrency` requests in flight, and the TTFTs of all in
+    seconds."""
     started_s = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as threads:
         ttfts_s = list(threads.map(lambda _: client.complete(NUM_INPUT, NUM_OUTPUT), range(num_requests)))

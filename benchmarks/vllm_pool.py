@@ -5,8 +5,9 @@
 
 Hits: two servers with one connector; the first computes a prompt, the second finds all but its last page.
 Their TTFT is compared. The peer is a connector that comes with vLLM: MooncakeStoreConnector shares a Mooncake
-Store (its package needs libibverbs, also without RDMA), ExampleConnector files. Nothing shared: output tokens
-a second of a server with a connector and of one without, in turns. `--block-size` is that of all servers.
+Store (its package needs libibverbs, also without RDMA), ExampleConnector shares files. Cost: output tokens a
+second of a server with a connector and of one without, in turns, with prompts that share nothing.
+`--block-size` is that of all servers.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from benchmarks.tools.arguments import count
 NUM_PROMPT_TOKENS = 1500
 POOL_BYTES = "2GiB"
 STORE_S = 0.5
-"""Seconds that the first server has to store what it has computed."""
+"""Seconds that the first server has for storing its computed blocks."""
 PER_CLIENT = 2
 """Requests of each client in a closed loop."""
 MOONCAKE_STORE = {
@@ -44,12 +45,12 @@ MOONCAKE_STORE = {
     "global_segment_size": POOL_BYTES.removesuffix("iB") + "B",
     "local_buffer_size": "512MB",
 }
-"""Each server contributes this much to the store."""
+"""The settings of a Mooncake Store, to which each server contributes that much memory."""
 HIT_BAR, COST_BAR = 0.25, 0.97
 
 
 class Side(NamedTuple):
-    """A running vLLM, which has the processor only while it is measured."""
+    """A running vLLM server, which is paused except while it is measured."""
 
     server: Server
     client: Client
@@ -81,7 +82,7 @@ class Side(NamedTuple):
 
 @contextlib.contextmanager
 def pool(folder: Path, log: int) -> Iterator[dict[str, object]]:
-    """A pool of ours; the settings of a connector to it."""
+    """Make a context with a pool of ours, and yield the settings of a connector to it."""
     socket = folder / "pool.sock"
     flags = ("--role", "pool", "--kvcache-socket", str(socket), "--kvcache-pool-bytes", POOL_BYTES)
     process = subprocess.Popen(our_command(free_port(), flags), stdout=log, stderr=log)
@@ -103,7 +104,8 @@ def pool(folder: Path, log: int) -> Iterator[dict[str, object]]:
 
 @contextlib.contextmanager
 def peer(name: str, engine: VllmCpu, folder: Path) -> Iterator[tuple[dict[str, object], dict[str, str]]]:
-    """Start what one of vLLM's own connectors needs; yield its settings and changes of the environment."""
+    """Make a context with the processes that one of vLLM's own connectors needs. Yields its settings and
+    changes of the environment."""
     if name == "MooncakeStoreConnector":
         package = engine.mooncake_store()
         with contextlib.closing(Master(package / "mooncake" / "mooncake_master")) as master:
@@ -127,7 +129,8 @@ def vllm(
     block_size: int,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Side]:
-    """A server, with this connector or without one; `environment`: changes of what ours needs."""
+    """Make a context with a server, with or without this connector. `environment`: changes of the variables
+    that our connector needs."""
     port = free_port()
     options = ["--block-size", str(block_size)]
     if connector is not None:
@@ -149,7 +152,7 @@ def vllm(
 
 
 def measure_hits(name: str, sides: list[Side], rounds: int) -> list[str]:
-    """Measure TTFT of the second server beside that of the first one. Returns a row."""
+    """Measure the TTFT of the second server beside that of the first. Returns a row."""
     draw = random.Random(name)
     first, second = sides
     computed_s, found_s = [], []

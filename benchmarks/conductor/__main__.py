@@ -15,7 +15,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {"index": index.report, "decision"
 
 
 def main() -> None:
-    """Prints the sections that are asked for."""
+    """Print the sections that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conductor")
     parser.add_argument("--only", choices=list(SECTIONS), help="one section instead of all")
     parser.add_argument("--full", action="store_true", help="up to 10M blocks: 1 GB of memory")

@@ -52,7 +52,7 @@ _SEED = 7
 
 
 def instance(number: int) -> Instance:
-    """Prefill and decode in turn."""
+    """Return an instance: prefill for even numbers, decode for odd ones."""
     name = f"p{number}"
     role = Role.DECODE if number % 2 else Role.PREFILL
     shard = PoolShard(MessengerAddress(name, 1, "host", "/path", ()), LAYOUT)
@@ -108,7 +108,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
 
 
 def report(is_full: bool) -> None:
-    """The table; each size in a process of its own."""
+    """Print the table. Each size is measured in a process of its own."""
     del is_full  # blocks hardly matter: the index's table has them
     num_blocks = NUM_BLOCKS[-1]
     rows = []

@@ -34,7 +34,7 @@ MOST_BLOCKS = 10_000_000
 MATCH_BARS_US = {16: 20, 100: 30, 1000: 60}
 MEMORY_BAR_BYTES = 200
 LEAST_BLOCKS_FOR_MEMORY = 100_000
-"""Fewest blocks of a measurement of memory: with fewer, most of it is that of the instances."""
+"""The fewest blocks for which memory is measured: with fewer, most of it is that of the instances."""
 EVENT_BAR = 500_000
 PROMPT_BLOCKS, SHARED_BLOCKS = 64, 8
 NUM_MATCHES = 2_000
@@ -43,7 +43,8 @@ _SEED = 7
 
 
 def fill(index: PrefixIndex, num_instances: int, num_blocks: int, *, are_added: bool = False) -> int:
-    """Adds the instances, unless they are, and their blocks; returns how many prompts these are."""
+    """Add the blocks, and the instances unless they `are_added`. Returns the number of prompts that the
+    blocks make."""
     draw = random.Random(_SEED)
     names = [f"p{number}" for number in range(num_instances)]
     shared = keys_of(-1, SHARED_BLOCKS)
@@ -65,13 +66,13 @@ def fill(index: PrefixIndex, num_instances: int, num_blocks: int, *, are_added: 
 
 
 def keys_of(number: int, num_keys: int) -> list[BlockKey]:
-    """The own blocks of prompt `number`, or the shared ones for -1; the same at each call."""
+    """Return the own keys of prompt `number`, or the shared keys for -1; the same keys at each call."""
     joined = hashlib.shake_128(str(number).encode()).digest(KEY_BYTES * num_keys)
     return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
 
 
 def keys_of_prompt(number: int) -> list[BlockKey]:
-    """All of its blocks."""
+    """Return all block keys of a prompt."""
     return keys_of(-1, SHARED_BLOCKS) + keys_of(number, PROMPT_BLOCKS - SHARED_BLOCKS)
 
 
@@ -98,7 +99,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
 
 
 def internal_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
-    """Batches as messengers publish them."""
+    """Return encoded batches of events as messengers publish them."""
     encode = msgspec.msgpack.encode
     return [
         encode(KVEvents("p0", 1, sequence, [KVStored(Tier.DRAM, keys_of(sequence, batch_blocks))]))
@@ -124,7 +125,7 @@ def blocks_per_s(messages: Sequence[bytes], num_blocks: int, read: Callable[[byt
 
 
 def event_rates() -> Iterator[tuple[int, float]]:
-    """Blocks a message, blocks a second."""
+    """Yield pairs: the blocks of a message, and the blocks a second at this size."""
     decode = msgspec.msgpack.Decoder(FromKVEvents).decode
 
     def events_of(message: bytes) -> list[KVEvent]:
@@ -138,7 +139,7 @@ def event_rates() -> Iterator[tuple[int, float]]:
 
 
 def report(is_full: bool) -> None:
-    """The tables; each size in a process of its own."""
+    """Print the tables. Each size is measured in a process of its own."""
     sizes = (*NUM_BLOCKS, MOST_BLOCKS) if is_full else NUM_BLOCKS
     rows = []
     for num_blocks in sizes:

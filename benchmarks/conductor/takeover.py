@@ -3,9 +3,9 @@
     python -m benchmarks.conductor.takeover [--instances N] [--blocks N] [--processes N]
 
 The instances are simulated: each has the connection of a worker and the KV events of a messenger, but no
-weights or blocks. Half of them prefill, half decode. The Conductor is a real process with its own front. Time
-begins when it answers `/health`. A request is sent from then on, again while it is refused; it is placed when
-a decode instance has the order to reserve.
+weights or blocks. Half of them prefill, half decode. The Conductor is a real process with its own front. The
+measurement begins when the Conductor answers `/health`. From then on a request is sent, again each time that
+it is refused. It counts as placed when a decode instance gets the order to reserve.
 
 Owns: the simulated instances, the measurement. Does not know: how a Conductor takes over.
 """
@@ -59,7 +59,7 @@ class Cluster(NamedTuple):
     """The settings that all simulated instances share."""
 
     endpoint: str
-    """The Conductor's."""
+    """The Conductor's endpoint."""
     key: str
     fingerprint: str
     layout: KVLayout
@@ -69,7 +69,7 @@ class Cluster(NamedTuple):
 
 
 class Instance:
-    """A simulated instance, which goes on registering until a Conductor has it."""
+    """A simulated instance, which registers again and again until a Conductor accepts it."""
 
     def __init__(self, number: int, cluster: Cluster, said: "Queue[str]") -> None:
         self._name, self._cluster, self._said = f"i{number}", cluster, said
@@ -93,7 +93,7 @@ class Instance:
         yield Tier.DRAM, list(_keys(self._number, self._cluster.num_blocks))
 
     async def run(self) -> None:
-        """Register, send heartbeats, tell of an order to reserve. Never ends."""
+        """Register, send heartbeats, and report the order to reserve. Never ends."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publisher.run())
             tasks.create_task(self._hear())
@@ -132,7 +132,7 @@ class Instance:
 
 
 def _keys(number: int, num_blocks: int) -> Iterator[BlockKey]:
-    """The keys of an instance: no other has the same."""
+    """Return the keys of an instance, which no other instance has."""
     seed = hashlib.sha256(b"%d" % number).digest()[: KEY_BYTES - 4]
     return (seed + block.to_bytes(4, "little") for block in range(num_blocks))
 
@@ -151,7 +151,7 @@ def simulate(numbers: range, cluster: Cluster, said: "Queue[str]") -> None:
 
 
 def await_words(said: "Queue[str]", word: str, times: int) -> None:
-    """Wait until the simulated instances have said `word` so many times. Raises ServerError."""
+    """Wait until the simulated instances have printed `word` that many times. Raises ServerError."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while times:
         try:
@@ -161,7 +161,7 @@ def await_words(said: "Queue[str]", word: str, times: int) -> None:
 
 
 def ask_until(is_over: threading.Event, url: str) -> None:
-    """Send a request, again while no instance can be had (503) or all are too busy (429)."""
+    """Send a request, and repeat it while no instance can serve it (503) or all are too busy (429)."""
     body = {"model": DEFAULT_MODEL_NAME, "prompt": [*range(100, 100 + 8 * BLOCK_SIZE)], "max_tokens": 4}
     while not is_over.is_set():
         try:
@@ -234,7 +234,7 @@ def measure(cluster: Cluster, arguments: argparse.Namespace, key_file: Path, log
 
 
 def main() -> None:
-    """Measures and prints a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conductor.takeover")
     parser.add_argument("--instances", type=count, default=1000)
     parser.add_argument("--blocks", type=count, default=10_000_000, help="of all instances together")

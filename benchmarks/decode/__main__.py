@@ -64,12 +64,12 @@ MIN_RATIO = {
     "transformers": dict.fromkeys(CONCURRENCIES, 1.0),
 }
 MAX_HOST_MS = 1.0
-"""Largest host time of an iteration, at the highest concurrency."""
+"""The largest host time of an iteration in milliseconds, at the highest concurrency."""
 
 
 @contextlib.contextmanager
 def paused(peer: Peer, log: int) -> Iterator[tuple[Server, str]]:
-    """Start the peer's server, which stands still, and yield it with its address."""
+    """Make a context with the peer's server, started and paused, and its address."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     with serving(peer.serve_command(port), f"{url}/health", peer.environment, log) as server:
         server.pause()
@@ -80,7 +80,7 @@ def paused(peer: Peer, log: int) -> Iterator[tuple[Server, str]]:
 
 
 def measure(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
-    """Print the table. Whether all bars are met."""
+    """Measure throughput, and print the table. Returns whether all bars are met."""
     concurrencies = sorted(int(number) for number in arguments.concurrency.split(","))
     peers = {name: PEERS[name](arguments.peer_home, arguments.peer_cores) for name in arguments.peers}
     for peer in peers.values():
@@ -112,7 +112,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
 
 
 async def measure_interference(flags: list[str], log: int) -> bool:
-    """Print the table. Whether the bar is met."""
+    """Measure interference, and print the table. Returns whether the bar is met."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with serving(our_command(port, flags), f"{url}/ready", output=log):
@@ -123,7 +123,7 @@ async def measure_interference(flags: list[str], log: int) -> bool:
 
 
 async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
-    """Print the table. Whether all bars are met."""
+    """Measure goodput, and print the tables. Returns whether all bars are met."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
 
@@ -175,7 +175,7 @@ def our_flags(arguments: argparse.Namespace, flags: list[str]) -> Iterator[list[
 
 
 def ways_of_vllm(arguments: argparse.Namespace) -> Iterator[tuple[str, VllmCpu, list[str]]]:
-    """Yield vLLM's server by itself: with its defaults, and in all other ways. Each has all cores."""
+    """Yield vLLM's server by itself: first with its defaults, then in each other way. Each has all cores."""
     home, cores = arguments.peer_home, arguments.peer_cores
     behind = VllmCpu(home, cores)
     behind.install()
@@ -188,7 +188,8 @@ def ways_of_vllm(arguments: argparse.Namespace) -> Iterator[tuple[str, VllmCpu, 
 
 
 def host_totals(url: str) -> tuple[float, float]:
-    """Seconds that our host has worked for iterations, and their number, since it started."""
+    """Return the host seconds of our server's iterations since its start, and the number of these
+    iterations."""
     totals = {"host": 0.0, "iterations": 0.0}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -200,7 +201,7 @@ def host_totals(url: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Exit code 1 if a bar is not met."""
+    """Run the comparison that is asked for, and exit with 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description=__doc__,

@@ -10,19 +10,20 @@ from typing import NamedTuple
 from benchmarks.decode.requests import Answer, Planned, Sender
 
 SHORT, LONG = (120, 64), (1500, 16)
-"""Tokens of prompt and answer."""
+"""Tokens of a prompt and of its answer, for short chats and for long prompts."""
 SHORT_SHARE = 0.8
 TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
 MIN_RATIOS = {"mooncake": (2.2, 1.75), "vllm": (1.3, 1.3)}
-"""Least ratios of our goodput to vLLM's: with its defaults, in its best way; by our engine."""
+"""The least ratios of our goodput to vLLM's with its defaults, and to vLLM's in its best way, by the engine
+of our instances."""
 MIN_LONG_BY_SHORT = 0.9
 MIN_IN_TIME = 0.5
 OVERLOAD, MIN_OVERLOADED = 2.0, 0.9
-"""Overload in times of our best rate, and the least share of our best goodput there."""
+"""The overload, as a multiple of our best rate, and the least share of our best goodput that must be left."""
 
 
 def poisson(rate_per_s: float, duration_s: float, seed: int = 0) -> list[Planned]:
-    """Arrivals of the mix in `[0, duration_s)`."""
+    """Return random arrivals of the mix in `[0, duration_s)`."""
     rng = random.Random(seed)
     schedule: list[Planned] = []
     at_s = rng.expovariate(rate_per_s)
@@ -33,7 +34,7 @@ def poisson(rate_per_s: float, duration_s: float, seed: int = 0) -> list[Planned
 
 
 def is_effective(answer: Answer) -> bool:
-    """Within both SLOs."""
+    """Return whether an answer is complete and within both SLOs."""
     return answer.is_whole and answer.ttft_s <= TTFT_SLO_S and answer.tbt_s <= TBT_SLO_S
 
 
@@ -54,7 +55,7 @@ class Row(NamedTuple):
 
 
 def row_of(rate_per_s: float, answers: Sequence[Answer], duration_s: float) -> Row:
-    """What was attained of all that was sent within `duration_s`."""
+    """Return the figures of all requests that were sent within `duration_s`."""
 
     def share(kind: tuple[int, int]) -> float | None:
         effective = [is_effective(a) for a in answers if a.request.num_prompt_tokens == kind[0]]
@@ -67,7 +68,8 @@ def row_of(rate_per_s: float, answers: Sequence[Answer], duration_s: float) -> R
 async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], duration_s: float) -> list[Row]:
     """Print and return the rows of one server, each rate offered for `duration_s`.
 
-    Rates ascend. After one of which less than half was in time there is no other: more would only be later.
+    Rates ascend. After a rate at which less than half of the requests were in time, no higher rate is
+    measured.
     """
     rows: list[Row] = []
     await sender.send_all([Planned(0.0, *SHORT), Planned(0.0, *LONG)])  # the first ones allocate and compile
@@ -88,7 +90,7 @@ async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], durat
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """Return the row with the most goodput, whatever kinds it is made of."""
+    """Return the row with the most goodput, whichever kinds of requests it serves."""
     return max(rows, key=lambda row: row.goodput_per_s)
 
 
@@ -98,7 +100,8 @@ def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
 
 
 def holds(best: Row, overloaded: Row) -> bool:
-    """Print what is left of our best goodput when more is offered. Whether both bars are met."""
+    """Print the goodput that is left when more is offered than our best rate. Returns whether both bars are
+    met."""
     share = overloaded.goodput_per_s / best.goodput_per_s if best.goodput_per_s else 0.0
     print(
         f"\nours at {overloaded.rate_per_s:g} req/s, {OVERLOAD:g} times its best rate: {share:.0%} of its"
@@ -109,7 +112,7 @@ def holds(best: Row, overloaded: Row) -> bool:
 
 
 def compare(ours: Row, peer: Row | None, tuned_peer: Row | None, bars: tuple[float, float]) -> bool:
-    """Print how often ours is a peer's best goodput. Whether all bars are met.
+    """Print our best goodput as a multiple of a peer's. Returns whether all bars are met.
 
     `bars` are the least ratios to the peer with its defaults, and in its best way.
     """

@@ -1,5 +1,5 @@
-"""What prompts do to the running decodes of a server: the gaps between tokens while long prompts arrive,
-beside those while a bare matrix product keeps another core busy.
+"""The effect of prompts on the running decodes of a server: gaps between tokens while long prompts arrive,
+and for comparison while a bare matrix product keeps another core busy.
 
 Owns: the three situations. Does not know: how requests are sent, which server.
 """
@@ -29,7 +29,7 @@ class Gaps(NamedTuple):
 
 @contextlib.contextmanager
 def matrix_products() -> Iterator[None]:
-    """On one thread of a process of its own."""
+    """Make a context in which another process computes matrix products on one thread."""
     process = subprocess.Popen([sys.executable, "-c", _PRODUCT])
     try:
         yield
@@ -40,7 +40,7 @@ def matrix_products() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def long_prompts(sender: Sender) -> AsyncIterator[None]:
-    """One after the other, without a pause."""
+    """Make a context in which long prompts are sent one after the other, without a pause."""
 
     async def send() -> None:
         for _ in itertools.count():
@@ -64,7 +64,7 @@ async def decode_gaps(sender: Sender) -> Gaps:
 
 
 async def measure(sender: Sender) -> bool:
-    """Print the table. Whether the bar is met."""
+    """Print the table of gaps. Returns whether the bar is met."""
     await decode_gaps(sender)  # the first calls allocate
     alone = await decode_gaps(sender)
     with matrix_products():

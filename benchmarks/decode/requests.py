@@ -1,4 +1,4 @@
-"""Requests to a server at given times, and when each of their tokens came.
+"""Requests to a server at given times, and the times of their tokens.
 
 Owns: sending, the paper's TTFT and TBT of a request. Does not know: which server, what is measured.
 """
@@ -19,7 +19,7 @@ _LONGEST_GAPS = 0.1
 
 
 class Planned(NamedTuple):
-    """A request that starts `at_s` seconds after the first one could."""
+    """A request that is due `at_s` seconds after the beginning of its run."""
 
     at_s: float
     num_prompt_tokens: int
@@ -28,7 +28,8 @@ class Planned(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """The times at which a request's tokens came, in seconds since it was sent; none if refused."""
+    """The times at which a request's tokens came, in seconds since it was sent; none if the request was
+    refused."""
 
     request: Planned
     token_times_s: list[float] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between tokens."""
+        """The seconds between two tokens."""
         return [b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
     @property
@@ -55,7 +56,7 @@ class Answer:
 
 
 class Sender:
-    """Sender of completions with random prompts, which nothing has cached, to one server."""
+    """A sender of completions with random prompts, which no server has cached, to one server."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, seed: int = 0) -> None:
         self._url, self._http = url, http
@@ -63,12 +64,12 @@ class Sender:
         self._model = ""
 
     async def connect(self) -> None:
-        """Once, before anything is sent."""
+        """Look up the server's model. To be called once, before anything is sent."""
         models = await self._http.get(f"{self._url}/v1/models")
         self._model = models.raise_for_status().json()["data"][0]["id"]
 
     async def send(self, request: Planned) -> Answer:
-        """Send a request now, whatever `at_s` says. Raises ServerError if it is answered with an error."""
+        """Send a request now, regardless of `at_s`. Raises ServerError if the answer is an error."""
         body = {
             "model": self._model,
             "prompt": [self._rng.randrange(1000, 40000) for _ in range(request.num_prompt_tokens)],
@@ -93,7 +94,7 @@ class Sender:
         return answer
 
     async def send_all(self, schedule: Iterable[Planned]) -> list[Answer]:
-        """Open loop: each at its time, however many are under way."""
+        """Send each request at its time, however many are in flight (an open loop)."""
         began_s = time.perf_counter()
 
         async def at_its_time(request: Planned) -> Answer:
@@ -106,5 +107,5 @@ class Sender:
 
 
 def client() -> httpx.AsyncClient:
-    """Return a client with room for everything in flight."""
+    """Return an HTTP client with enough connections for all requests in flight."""
     return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))

@@ -13,9 +13,9 @@ from benchmarks.serving import NUM_INPUT, NUM_OUTPUT, Completes, closed_loop
 
 CONCURRENCIES = (1, 8, 32)
 FURTHER_REQUESTS = 4
-"""Requests beyond the measured ones, so that one client alone sends enough."""
+"""Requests beyond the measured ones, so that even a single client sends enough."""
 MinRatio = Mapping[int, float]
-"""Least ratio of our tokens a second to a peer's, by concurrency."""
+"""The least ratio of our tokens a second to a peer's, by concurrency."""
 
 
 class Sample(NamedTuple):
@@ -32,7 +32,7 @@ class Measured:
         self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
 
     def add(self, client: Completes, concurrencies: Sequence[int], per_client: int) -> None:
-        """One round; closes the client."""
+        """Measure one round, and close the client."""
         with contextlib.closing(client):
             for concurrency in concurrencies:
                 closed_loop(client, concurrency, concurrency)
@@ -50,7 +50,7 @@ def compare(
     min_ratios: Mapping[str, MinRatio],
     concurrencies: Sequence[int],
 ) -> bool:
-    """Print the table. Whether all bars are met."""
+    """Measure and print the table. Returns whether all bars are met."""
     print(f"| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | server | tok/s | ours by it | TTFT p50 |")
     print("|---|---|---|---|---|")
     is_met = True

@@ -1,4 +1,4 @@
-"""What the front costs: processor time of a request, and the latency that it adds.
+"""The costs of the front: processor time of a request, and added latency.
 
     python -m benchmarks.front [--connections N,N] [--turns N] [--loads N,N] [--latency-turns N] [--rounds N]
                                [--fronts N]
@@ -11,9 +11,9 @@ each with its next request when it has the answer to the one before.
 
 Processor time is that of the server's process, all threads. The next request follows at once.
 
-Latency is what wrk sees, who sees whole answers. The next request follows within the length of a step, so
-that requests come at any time of it. Beside these come requests for one token, whose whole answer is a first
-token: TTFT. Percentiles are those of all rounds together.
+Latency is measured by wrk, which sees whole answers. The next request follows at a random time within the
+length of a step, so that requests come at all times of a step. Requests for a single token are sent beside
+these: their whole answer is a first token, which gives the TTFT. Percentiles are of all rounds together.
 
 With `--fronts N` the load goes to N fronts in processes of their own, and the Conductor's process decides.
 Processor time is that of all of them then, and what the Conductor has of it is shown beside.
@@ -46,10 +46,8 @@ S = TypeVar("S")
 def in_turn(
     ours: Server, floor: Server, num_rounds: int, measure: Callable[[Server, int], S]
 ) -> tuple[list[S], list[S]]:
-    """Return the samples of both servers, one a round.
-
-    `measure` gets the round's number as well; each round begins with the other server.
-    """
+    """Return the samples of both servers, one a round. `measure` is called with a server and the round's
+    number; the servers begin rounds in turn."""
     of_ours: list[S] = []
     of_floor: list[S] = []
     sides = [(of_ours, ours), (of_floor, floor)]
@@ -63,7 +61,7 @@ def in_turn(
 def print_costs(
     wrk: Wrk, ours: Server, floor: Server, connections: Sequence[int], num_turns: int, num_rounds: int
 ) -> None:
-    """Raises WrkError."""
+    """Measure and print the processor time of requests. Raises WrkError."""
     rows = []
     for number in connections:
         progress(f"{number} connections")
@@ -100,7 +98,7 @@ def print_costs(
 def print_latencies(
     wrk: Wrk, ours: Server, floor: Server, connections: Sequence[int], num_turns: int, num_rounds: int
 ) -> None:
-    """Raises WrkError."""
+    """Measure and print the latencies of requests. Raises WrkError."""
     rows = []
     for number in connections:
         progress(f"{number} connections, latency")
@@ -139,7 +137,7 @@ def print_latencies(
 
 
 def _percentiles_ms(times_s: Iterable[list[float]]) -> tuple[float, float]:
-    """The 50th and the 99th of all rounds together."""
+    """Return the 50th and the 99th percentile, in milliseconds, of all rounds together."""
     p50_s, p99_s = np.percentile([time_s for of_round in times_s for time_s in of_round], [50, 99])
     return 1000 * float(p50_s), 1000 * float(p99_s)
 

@@ -1,5 +1,5 @@
-"""The least that a server of this kind can be: FastAPI streams the tokens that a request asks for, one event
-every step. Nothing is read but `max_tokens`, nothing is computed, nothing is counted.
+"""The least that such a server can do: FastAPI streams the tokens that a request asks for, one event each
+step. It reads `max_tokens` only, computes nothing and counts nothing.
 
     python -m benchmarks.front.bare_front PORT
 

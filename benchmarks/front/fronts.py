@@ -1,6 +1,7 @@
-"""What the front's benchmark loads: a front with a Conductor and instances that compute nothing; a bare one.
+"""The two servers that the front's benchmark loads: a front with a Conductor and instances that compute
+nothing, and a bare application.
 
-Owns: their processes, what they take of the processor. Does not know: how they are loaded.
+Owns: their processes, the measurement of processor time. Does not know: how they are loaded.
 """
 
 import contextlib
@@ -17,8 +18,8 @@ from mooncake.security.keys import ClusterKey
 
 
 class Server(NamedTuple):
-    """One that is ready. `pid` is the process whose processor time counts. `fronts` take its requests, if
-    there are any."""
+    """A server that is ready. `pid` is the process whose processor time counts. `fronts` take its requests,
+    if there are any."""
 
     url: str
     pid: int
@@ -31,7 +32,8 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
-    """Start so many prefill and decode instances, and fronts beside the Conductor's. Raises ServerError."""
+    """Make a context with a Conductor, prefill and decode instances, and further fronts. Raises
+    ServerError."""
     with heeding_sigterm(), tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "cluster.key"
         ClusterKey.generate().save(key)
@@ -55,7 +57,7 @@ def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _node(arguments: Sequence[str]) -> Iterator[Server]:
-    """Start a node with these arguments."""
+    """Make a context with a node that is started with these arguments."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mooncake", "--port", str(port), "--role", *arguments]
@@ -67,7 +69,7 @@ def _node(arguments: Sequence[str]) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def bare() -> Iterator[Server]:
-    """Raises ServerError."""
+    """Make a context with the bare application. Raises ServerError."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "benchmarks.front.bare_front", str(port)]
@@ -76,6 +78,6 @@ def bare() -> Iterator[Server]:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that a process has used, all its threads together."""
+    """Return the processor time that a process has used, over all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

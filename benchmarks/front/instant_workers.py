@@ -92,7 +92,7 @@ class _Running:
 
 
 def _idle_pool(layout: KVLayout, neighbours: Sequence[str]) -> PoolStats:
-    """Return the counters of an empty pool, with a sample for everything that a real one has."""
+    """Return the counters of an empty pool, with a sample of every metric that a real pool has."""
     tier = TierStats(num_slots=_NUM_PAGES, num_blocks=0, num_hits=0, num_evictions=0, num_checksum_failures=0)
     return PoolStats(
         num_pages=_NUM_PAGES,
@@ -122,7 +122,7 @@ def _idle_pool(layout: KVLayout, neighbours: Sequence[str]) -> PoolStats:
 
 
 class InstantInstance:
-    """One instance: connects, registers, obeys until it is cancelled or refused."""
+    """An instance that connects, registers, and obeys until it is cancelled or refused."""
 
     def __init__(
         self,
@@ -134,7 +134,8 @@ class InstantInstance:
         key: ClusterKey,
         neighbours: Sequence[str],
     ) -> None:
-        """`neighbours`: with whom its heartbeats say it has exchanged blocks. Needs a running event loop."""
+        """Connect. `neighbours` are the instances with which its heartbeats report transfers. Needs a running
+        event loop."""
         incarnation = time.time_ns()
         self._key = key
         self._identity = peer_identity(name, incarnation)
@@ -160,7 +161,8 @@ class InstantInstance:
         self.is_registered = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises ConfigError if the Conductor refuses it."""
+        """Register and carry out orders until cancelled. Raises ConfigError if the Conductor refuses the
+        instance."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._beat())
@@ -212,7 +214,7 @@ class InstantInstance:
             await self._tell(Heartbeat(len(self._running), 0, _NUM_PAGES, pools))
 
     async def _step(self) -> None:
-        """One token for every running request, every `STEP_S`."""
+        """Send one token of every running request, every `STEP_S` seconds."""
         due_s = time.monotonic()
         while True:
             due_s = max(due_s + STEP_S, time.monotonic())
@@ -238,7 +240,7 @@ class InstantInstance:
 
 
 async def serve(config: Config, num_prefill: int, num_decode: int) -> None:
-    """Serve as so many instances, until cancelled. Raises ConfigError, ModelError."""
+    """Run these numbers of instances until cancelled. Raises ConfigError, ModelError."""
     if config.security.key_file is None:
         raise ConfigError("security.key_file: give the key that the conductor has")
     key = ClusterKey.load(config.security.key_file)

@@ -1,7 +1,7 @@
-"""The load of the front's benchmark, by wrk, and what one round of it shows.
+"""The load of the front's benchmark, sent by wrk, and the figures of one round.
 
-Owns: the requests, who sends them, the figures of a round. Does not know: the servers' processes (`fronts`),
-rounds of several.
+Owns: the requests, the connections, the figures of a round. Does not know: the servers' processes (`fronts`),
+several rounds.
 """
 
 import statistics
@@ -26,8 +26,8 @@ _TOKEN_IDS = (1000, 30_000)
 
 
 class Cost(NamedTuple):
-    """Processor time of a request, of one round or the median of several. `own_cpu_ms` is without that of
-    other fronts."""
+    """The processor time of a request, in one round or as the median of several. `own_cpu_ms` leaves other
+    fronts out."""
 
     rate_per_s: float
     cpu_ms: float
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Latencies of one round. `late_s`: what whole answers took beyond their steps."""
+    """The latencies of one round. `late_s`: the seconds of whole answers beyond the length of their steps."""
 
     rate_per_s: float
     ttft_s: list[float]
@@ -44,7 +44,7 @@ class Latency(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What one wrk does. A connection pauses for up to `max_pause_s` before its next request."""
+    """The load of one wrk process. A connection pauses for up to `max_pause_s` before its next request."""
 
     url: str
     bodies: list[bytes]
@@ -55,12 +55,12 @@ class Load(NamedTuple):
 
     @property
     def turn_s(self) -> float:
-        """Seconds from one request of a connection to the next, more or less."""
+        """The approximate seconds from one request of a connection to the next."""
         return self.num_output * STEP_S + self.max_pause_s / 2
 
 
 def cost(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Cost:
-    """One round. Raises WrkError if an answer is not whole."""
+    """Measure the processor time of one round. Raises WrkError if an answer is not whole."""
     whole = Load(server.url, _bodies(server, num_turns * num_connections, seed), NUM_OUTPUT, num_connections)
     before_s = [cpu_s(pid) for pid in server.pids]
     answers = _answers(wrk, _divided(whole, server))
@@ -74,7 +74,7 @@ def cost(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: i
 
 
 def latency(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Latency:
-    """One round. Raises WrkError if an answer is not whole."""
+    """Measure the latencies of one round. Raises WrkError if an answer is not whole."""
     bodies = _bodies(server, num_turns * num_connections, 2 * seed)
     whole = Load(server.url, bodies, NUM_OUTPUT, num_connections, STEP_S)
     num_first = int(FIRST_TOKENS_PER_S * (num_turns - 1) * whole.turn_s)
@@ -93,7 +93,7 @@ def latency(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed
 
 
 def _bodies(server: Server, number: int, seed: int, num_output: int = NUM_OUTPUT) -> list[bytes]:
-    """Requests for as many different prompts."""
+    """Return the bodies of `number` requests with different prompts."""
     prompts = PromptMaker(_TOKEN_IDS, seed, 1.0)
     fixed = {"model": find_server(server.url, None, None).model, "max_tokens": num_output}
     fixed |= {"temperature": 0, "ignore_eos": True, "stream": True}
@@ -104,7 +104,7 @@ def _bodies(server: Server, number: int, seed: int, num_output: int = NUM_OUTPUT
 
 
 def _divided(load: Load, server: Server) -> list[Load]:
-    """Among the server's fronts, if it has more than its own."""
+    """Return the load divided among the server's further fronts, if it has any."""
     urls = [front.url for front in server.fronts] or [load.url]
     number = load.num_connections // len(urls)
     return [

@@ -1,6 +1,6 @@
 """Load by wrk, which leaves more of the processor to a server on the same cores than clients in Python do.
 
-It sees whole answers; when each event came only the clients of `mooncake-bench` know.
+wrk measures whole answers; the clients of `mooncake-bench` measure each event.
 
 Owns: the program, this host's or that of Debian's package, and its script. Does not know: what is measured.
 """
@@ -21,20 +21,23 @@ _SCRIPT = Path(__file__).with_suffix(".lua")
 
 
 class WrkError(Exception):
-    """Error of a run in which not every answer came whole."""
+    """A run in which some answer was not whole."""
 
 
 class Answers(NamedTuple):
-    """`times_s`: from each request to the end of its answer, sorted. If one took more than twice as long as
-    usual, wrk adds those of the requests that it did not send meanwhile. `mean_bytes`: of an answer with its
-    head."""
+    """The answers of a run.
+
+    `times_s`: sorted seconds from each request to the end of its answer. If one took more than twice as long
+    as usual, wrk adds the times of the requests that it could not send meanwhile. `mean_bytes`: the mean size
+    of an answer with its head.
+    """
 
     times_s: list[float]
     mean_bytes: float
 
 
 class Wrk:
-    """The program. Raises CannotFetchError if this host has none and none can be fetched."""
+    """The program wrk. Construction raises CannotFetchError if this host has none and none can be fetched."""
 
     def __init__(self) -> None:
         self._environment: Mapping[str, str] = os.environ
@@ -54,11 +57,12 @@ class Wrk:
         spread_s: float,
         max_pause_s: float = 0.0,
     ) -> Answers:
-        """Post each of `bodies` to `/v1/completions` once; an answer has `num_events` before [DONE].
+        """Post each of `bodies` to `/v1/completions` once. Every answer must have `num_events` events before
+        [DONE].
 
-        Connections stay open, and each sends its next request when it has the answer to the one before, after
-        a pause of up to `max_pause_s`, at random. Their first ones are spread over `spread_s`, so that they
-        do not go on all at once. Raises WrkError.
+        Connections stay open. Each sends its next request after the answer to the one before and a random
+        pause of up to `max_pause_s`. The first requests are spread over `spread_s`, so that connections do
+        not stay in step. Raises WrkError.
         """
         with tempfile.NamedTemporaryFile() as file:
             file.writelines(body + b"\n" for body in bodies)

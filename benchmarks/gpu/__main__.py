@@ -10,11 +10,11 @@
 - serving: that model, with one prefill and one decode instance on the one GPU, through HTTP.
 - gpudirect: what the machine allows of GPUDirect RDMA.
 
-Each is a process of its own, and the next runs whatever becomes of it. What has passed on this device with
-this code does not run again, so a run that was cut off goes on. The file has all results; the tables are
-printed at the end, progress goes to stderr. The stages check, kernels and steps need torch, numpy and triton
-only. Without a GPU it says so and exits with 0. Exits with 1 if a result is wrong, a bar is missed or a stage
-does not come to its end.
+Each stage is a process of its own, and the next stage runs even if it fails. Stages that have passed on this
+device with this code are skipped, so an interrupted run can be continued. The file has all results; the
+tables are printed at the end, progress goes to stderr. The stages check, kernels and steps need torch, numpy
+and triton only. Without a GPU the program prints that and exits with 0. It exits with 1 if a result is wrong,
+a bar is missed or a stage does not end by itself.
 
 Owns: the stages, the facts of a run. Does not know: what is measured how, how stages run.
 """
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _said(*command: str) -> str | None:
-    """Return what a program prints; None where there is no such program, or it fails."""
+    """Return the output of a program; None if the program is missing or fails."""
     try:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -91,7 +91,7 @@ def _triton() -> str:
 
 
 def _digest() -> str:
-    """Name the code as it lies here, which may not be what was committed."""
+    """Return a digest of the code in the working tree, which may differ from the latest commit."""
     digest = hashlib.sha256()
     paths = (path for package in _CODE for path in (ROOT / package).rglob("*"))
     for path in sorted(path for path in paths if path.suffix in _CODE_SUFFIXES):

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.bundle FOLDER --installed FILE [--python 3.12] [--glibc 2.35] [--also NAME ...]
 
-FILE is what `python3 -m pip list --format=json` prints there. FOLDER gets this project and what it needs,
-in the versions that are installed here, except what is there already in a version that will do.
+FILE has the output of `python3 -m pip list --format=json` on that machine. FOLDER gets this project and its
+requirements, in the versions that are installed here, except those that the machine has in a sufficient
+version.
 
 Owns: what is missing. Does not know: indexes and tags of wheels, which are pip's.
 """

@@ -1,4 +1,4 @@
-"""What the device itself can do, measured in the same run as what is compared with it.
+"""The limits of the device itself, measured in the same run as the kernels that are compared with them.
 
 Owns: the timer, the two ceilings, rows of a table. Does not know: kernels.
 """
@@ -16,7 +16,7 @@ _NUM_RUNS = 20
 
 
 def seconds(call: Callable[[], object], num_runs: int = _NUM_RUNS) -> float:
-    """Median of the device's time for one call, after three to warm up."""
+    """Return the median of the device's seconds for one call, after three calls to warm up."""
     for _ in range(3):
         call()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_runs)]  # type: ignore[no-untyped-call]
@@ -33,7 +33,8 @@ def seconds(call: Callable[[], object], num_runs: int = _NUM_RUNS) -> float:
 
 @dataclass(slots=True)
 class Ceilings:
-    """Bytes read and written a second by a copy, FLOP a second of a bfloat16 product of random matrices."""
+    """The ceilings: bytes a second that a copy reads and writes, and FLOP a second of a bfloat16 product of
+    random matrices."""
 
     copy_rate: float
     matrix_rate: float
@@ -41,7 +42,7 @@ class Ceilings:
 
     @classmethod
     def measure(cls, report: Report) -> "Ceilings":
-        """Measure both, which become the first table of a report; the others are `begin`'s."""
+        """Measure both ceilings, which become the first table of a report. `begin` begins the others."""
         source = torch.empty(_COPY_BYTES // 4, device="cuda").normal_()
         target = torch.empty_like(source)
         copy_rate = 2 * _COPY_BYTES / seconds(lambda: target.copy_(source))

@@ -24,7 +24,7 @@ _DMA_BUF_FD = 1
 
 
 def run(report: Report) -> None:
-    """Add a row for each step. None of them is wrong where the machine has not what it takes."""
+    """Add a row for each step. A step that this machine cannot do is no error."""
     report.checks("GPUDirect RDMA: what this machine allows")
     memory = torch.zeros(_SIZE_BYTES, dtype=torch.uint8, device="cuda")
     steps: dict[str, Callable[[], str]] = {

@@ -10,8 +10,7 @@ from workers.engine.spec import ModelSpec
 
 
 def write_model(directory: Path, spec: ModelSpec, dtype: str = "bfloat16") -> None:
-    """Write the configuration of a Llama, and a tokenizer that splits text into bytes and has a name for
-    every id."""
+    """Write the configuration of a Llama, and a tokenizer that splits text into bytes and knows every id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -14,8 +14,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 def results_of(calls: Sequence[Callable[[], Any]], num_processes: int) -> Iterator[Any]:
     """Yield the result of each call, or its exception, in the order of the calls.
 
-    A call that raises an exception or ends its process is made again in a process of its own: after a fault,
-    the device refuses whatever else its process asks for, and a dead process takes others' calls along.
+    A call that raises an exception or ends its process is repeated in a process of its own: after a fault the
+    device refuses all further work of the same process, and a process that dies takes other calls with it.
     """
     with (
         ProcessPoolExecutor(num_processes, _SPAWN) as pool,

@@ -1,6 +1,6 @@
-"""Stages, each a process of its own with a limit of time, and the file of what they have found.
+"""Stages, each a process of its own with a time limit, and the file of their results.
 
-Owns: which stages run again, ending them, the file. Does not know: what stages do.
+Owns: which stages run again, how they are ended, the file. Does not know: the work of stages.
 """
 
 import json
@@ -19,22 +19,22 @@ from benchmarks.report import tables_of, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("device", "code")
-"""Facts of a file's head that a stage's result depends on: with others, the file begins anew."""
+"""The facts in a file's head on which results depend. With other facts the file begins anew."""
 _END_S = 20.0
-"""A stage that runs out of time has as long to end its servers."""
+"""Seconds that a stage has to end its servers after its time limit."""
 
 
 def run_stages(
     stages: Mapping[str, str], head: Mapping[str, Any], out: Path, limit_s: float, *, again: bool
 ) -> dict[str, Any]:
-    """Run stages that have not passed yet, and return what `out` then holds.
+    """Run the stages that have not passed yet, and return the contents of `out`.
 
     Args:
-        stages: The module of each name, whose `run(report)` is called.
+        stages: The module of each stage by name, whose `run(report)` is called.
         head: Facts of this run.
-        out: Holds the head and what all stages so far have found, after each stage.
-        limit_s: How long a stage may take.
-        again: Whether those that have passed run again.
+        out: The file of the head and all results so far, written after each stage.
+        limit_s: The time limit of a stage in seconds.
+        again: Whether stages that have passed run again.
     """
     before = json.loads(out.read_text()) if out.exists() else {}
     is_same = all(before.get(name) == head[name] for name in SAME)
@@ -84,7 +84,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """Return all that a file holds, as a page."""
+    """Return the results in a file as a page in Markdown."""
     facts = ", ".join(f"{name} {value}" for name, value in record.items() if name != "stages")
     lines = [facts]
     for name, stage in record["stages"].items():

@@ -1,4 +1,5 @@
-"""A whole server on one GPU: does it start, is it exact, does it stay so while it changes, how fast is it.
+"""Whole servers on one GPU: whether they start, give exact answers, keep doing so while they change, and how
+fast they are.
 
     python -m benchmarks.gpu.server [--small | --tiny] [--device cpu] [--only exact|speed] [--logs FOLDER]
 
@@ -76,7 +77,7 @@ DEFAULT_LOGS = Path(os.environ.get("OUT", tempfile.gettempdir())) / "server"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The models that are served, and the lengths of prompts for their speed."""
+    """The served models, and the lengths of the prompts for which speed is measured."""
 
     exact: ModelSpec
     large: ModelSpec
@@ -132,7 +133,7 @@ def check_servers(report: Report, sizes: Sizes, device: str, logs: Path, only: s
 
 
 def _start_exact(start: Callable[..., Cluster], spec: ModelSpec, folder: Path) -> list[Cluster]:
-    """The servers `pair` and `both`."""
+    """Start the servers `pair` and `both`."""
     ssd = folder / "ssd"
     ssd.mkdir()
     by_hand = (
@@ -181,7 +182,7 @@ def _is_ready(report: Report, cluster: Cluster, device: str) -> bool:
 
 
 def _flags(folder: Path, spec: ModelSpec, dtype: str, device: str) -> list[str]:
-    """Write the model's directory, once; the flags with which it is served."""
+    """Write the model's directory unless it exists, and return the flags for serving it."""
     directory = folder / f"{spec.num_layers}-{spec.vocab_size}"
     if not directory.exists():
         directory.mkdir()
@@ -203,7 +204,7 @@ def _token_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def _free_bytes(device: str) -> int:
-    """Return the device's free memory; 0 on a CPU, where nothing is compared."""
+    """Return the device's free memory in bytes; 0 on a CPU, where memory is not compared."""
     return torch.cuda.mem_get_info(device)[0] if device != "cpu" else 0
 
 

@@ -1,6 +1,6 @@
-"""Whole steps of a Llama-3-8B with random weights, as a worker makes them: inputs from lists, tokens back.
+"""Whole steps of a Llama-3-8B with random weights, as a worker makes them: from lists of inputs to tokens.
 
-Owns: the model, what bounds a decode step. Does not know: kernels.
+Owns: the model, the lower bound of a decode step. Does not know: kernels.
 """
 
 import time
@@ -16,12 +16,12 @@ from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 
 _STEPS = ((1, 1024), (8, 1024), (64, 1024), (64, 4096), (256, 1024))
-"""Sequences and tokens of each: at most 36 GB of KVCache."""
+"""Numbers of sequences, and of tokens in each: at most 36 GB of KVCache."""
 _STEP_BAR = 0.75
-"""Least share of the ceiling, which is the reading of all weights and of the KVCache."""
+"""The least share of the ceiling, which is the time of reading all weights and the KVCache."""
 _PROMPTS = (1024, 2048, 8192, 32768)
 _PASS_TOKENS = 2048
-"""Most tokens of a pass, as in workers on GPUs."""
+"""Tokens of a pass at most, as in workers on GPUs."""
 _PREFILL_BAR = 0.55
 _NUM_RUNS = 9
 
@@ -75,7 +75,7 @@ def _step(model: DecoderModel, kv: DeviceKVCache, chunks: list[Chunk]) -> Callab
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """Median wall time; the step waits for the device itself."""
+    """Return the median wall time in seconds of a step, which waits for the device itself."""
     for _ in range(3):
         step()
     times = []
@@ -92,7 +92,8 @@ def _layer_elements(spec: ModelSpec) -> int:
 
 
 def _weight_bytes(spec: ModelSpec) -> int:
-    """What every step reads: all matrices but the embedding, of which it reads a row a token."""
+    """Return the bytes of weights that every step reads: all matrices but the embedding, of which a step
+    reads a row a token."""
     return (spec.num_layers * _layer_elements(spec) + spec.vocab_size * spec.hidden_size) * DTYPE.itemsize
 
 
@@ -101,6 +102,7 @@ def _token_bytes(spec: ModelSpec) -> int:
 
 
 def _prefill_flops(spec: ModelSpec, num_tokens: int) -> int:
-    """Products and causal attention; the head, of one token a pass, is left out."""
+    """Return the FLOP of products and causal attention; the head, which a pass applies to one token, is left
+    out."""
     attention = 2 * num_tokens * (num_tokens + 1) * spec.num_heads * spec.head_dim
     return spec.num_layers * (2 * num_tokens * _layer_elements(spec) + attention)

@@ -1,4 +1,5 @@
-"""The tests of the kernels and of the engine, on the GPU: among others, greedy tokens equal transformers'.
+"""The tests of kernels and engine, run on the GPU. Among others they check that greedy tokens equal
+transformers'.
 
 Owns: which tests. Does not know: what they test.
 """
@@ -12,7 +13,7 @@ from benchmarks.report import Found, Report
 
 _FOLDERS = ("tests/kernels/cuda", "tests/workers/engine")
 _MOST_PROCESSES = 14
-"""Each compiles kernels, and has a CUDA context of its own."""
+"""Processes at most, as each compiles kernels and has a CUDA context of its own."""
 
 
 def run(report: Report) -> None:

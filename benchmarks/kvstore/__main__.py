@@ -1,4 +1,4 @@
-"""One markdown table per section: ours, the peer, and the limit of the machine, measured in turn.
+"""One markdown table per section: our pool, the peer, and the limit of the machine, measured in turn.
 
     python -m benchmarks.kvstore [--quick] [--full] [--only SECTION] [--directory DIR]
 
@@ -56,7 +56,7 @@ OURS, PEER, PEER_CHECKED = "ours", "Mooncake Store", "Mooncake Store, checksums 
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
+    """The extent of the measurements."""
 
     num_rounds: int
     budget_s: float
@@ -123,7 +123,8 @@ def memory(effort: Effort, python: Path | None) -> None:
 
 
 def buffers(effort: Effort) -> None:
-    """Get through shared memory into buffers that begin anywhere in a cache's line; numpy's are at 16."""
+    """Measure gets through shared memory into buffers at any offset in a cache line; numpy's buffers begin at
+    offset 16."""
     rows = []
     with contextlib.ExitStack() as stack:
         sides = {
@@ -143,7 +144,7 @@ def buffers(effort: Effort) -> None:
 
 
 def tcp(effort: Effort, python: Path | None) -> None:
-    """Put and get over TCP, loopback, from a second process."""
+    """Measure put and get over TCP on loopback, from a second process."""
     with contextlib.ExitStack() as stack:
         store, stream = (
             stack.enter_context(contextlib.closing(store)) for store in (OurStore("tcp"), RawStream("tcp"))
@@ -160,7 +161,7 @@ def tcp(effort: Effort, python: Path | None) -> None:
 
 
 def _put_and_get(title: str, effort: Effort, sides: Mapping[str, Side], *, has_leases: bool) -> None:
-    """One row for each operation, size and depth; the last side is the limit."""
+    """Print one row for each operation, size and depth. The last side is the limit."""
     limit = list(sides)[-1]
     layers = ", ".join(str(layout.num_layers) for layout in LAYOUTS.values())
     rows = []
@@ -195,7 +196,7 @@ def _put_and_get(title: str, effort: Effort, sides: Mapping[str, Side], *, has_l
 
 
 def ssd(effort: Effort, directory: Path) -> None:
-    """Slots of a slab file, beside fio."""
+    """Measure the slots of a slab file beside fio."""
     rows = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="benchmark-") as folder:
         fio = FioFile(Path(folder), effort.disk_bytes) if has_fio() else None
@@ -225,7 +226,8 @@ def ssd(effort: Effort, directory: Path) -> None:
 def _disk_cells(
     effort: Effort, slab: Disk, engines: Mapping[str, FioEngine], block_bytes: int, op: DiskOp, depth: int
 ) -> list[str]:
-    """Ours, the fastest engine with each kind of memory, ours by the fastest of all."""
+    """Return cells: our figure, the fastest engine's with each kind of memory, and ours divided by the
+    fastest of all."""
     sides: dict[str, Disk] = {OURS: slab, **engines}
     figures = in_rounds(
         sides, lambda side: side.sample(op, depth, effort.disk_budget_s), effort.num_disk_rounds
@@ -243,7 +245,7 @@ def _disk_cells(
 
 
 def index_bytes(effort: Effort, python: Path | None) -> None:
-    """Memory per block of the index."""
+    """Measure the memory of the index for each block."""
     rows = []
     for num_blocks in effort.num_index_blocks:
         progress(f"bytes: {num_blocks:,} blocks")

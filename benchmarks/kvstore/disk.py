@@ -50,7 +50,7 @@ class SlabFile:
             self._slab.write(slot, self._buffer(0))
 
     def sample(self, op: DiskOp, depth: int, budget_s: float) -> Sample:
-        """`depth` threads, each with one request under way."""
+        """Measure with `depth` threads, each with one request in flight."""
         call = self._slab.write if op == "write" else self._slab.read
         start = threading.Barrier(depth + 1)
 
@@ -116,7 +116,7 @@ class FioFile:
 
 
 class FioEngine:
-    """The fio engine of one way to do IO; psync has as many threads as requests, others one.
+    """An engine of fio, one way to do IO. psync has as many threads as requests in flight, other engines one.
 
     Its memory is of 4 KiB pages or of huge ones, which a disk may take much faster: fewer pieces a request.
     """
@@ -154,7 +154,7 @@ def has_fio() -> bool:
 
 
 def _settled_memory(num_bytes: int) -> memoryview:
-    """Shared memory as a segment is once it has settled, filled with bytes that do not compress."""
+    """Return shared memory like that of a settled segment, filled with bytes that do not compress."""
     num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     descriptor = create_segment("benchmark", num_bytes)
     memory = MappedFile(descriptor, num_bytes)

@@ -1,8 +1,8 @@
-"""The other process of a raw socket limit: answers until the socket ends.
+"""The other process of a raw socket limit, which answers until the socket ends.
 
     python -m benchmarks.kvstore.echo (blocks | keys | messages | polled-messages) FD NUM_BLOCKS BLOCK_BYTES
 
-Owns: the wire format of the raw limits. Does not know: who measures.
+Owns: the wire format of the raw limits. Does not know: the measurements.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None
 
 
 def receive(sock: socket.socket, view: memoryview) -> bool:
-    """Fills `view`. False at the end of the stream."""
+    """Receive into all of `view`. Returns False at the end of the stream."""
     return sock.recv_into(view, 0, socket.MSG_WAITALL) == len(view)
 
 
@@ -50,13 +50,13 @@ def serve_blocks(sock: socket.socket, num_blocks: int, block_bytes: int) -> None
 
 
 def serve_keys(sock: socket.socket) -> None:
-    """One byte per key."""
+    """Answer each message with one byte for each key in it."""
     while message := sock.recv(MAX_MESSAGE_BYTES):
         sock.send(bytes(len(message) // KEY_BYTES))
 
 
 def poll(sock: socket.socket, view: memoryview) -> bool:
-    """Fills `view`, asking again and again. False at the end of the stream."""
+    """Receive into all of `view` by polling. Returns False at the end of the stream."""
     num_received = 0
     while num_received < len(view):
         with contextlib.suppress(BlockingIOError):
@@ -70,7 +70,7 @@ def poll(sock: socket.socket, view: memoryview) -> bool:
 def serve_messages(
     sock: socket.socket, message_bytes: int, wait: Callable[[socket.socket, memoryview], bool]
 ) -> None:
-    """Each message comes back."""
+    """Send each message back."""
     message = memoryview(bytearray(message_bytes))
     while wait(sock, message):
         sock.sendall(message)

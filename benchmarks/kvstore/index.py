@@ -39,7 +39,7 @@ class Index:
 
 
 class IndexKeys:
-    """The index, asked for blocks in turn."""
+    """The index as a store that only tells whether a block is there."""
 
     def __init__(self, num_blocks: int) -> None:
         self._keys = [os.urandom(KEY_BYTES) for _ in range(num_blocks)]
@@ -51,13 +51,14 @@ class IndexKeys:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Memory of a process."""
+    """Return the resident bytes of a process."""
     with open(f"/proc/{pid}/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(num_blocks: int) -> dict[str, float]:
-    """Bytes per block in the process and in the segment (the page table), blocks sealed per second."""
+    """Return the bytes per block in the process and in the segment (the page table), and the blocks sealed a
+    second."""
     before_bytes = resident_bytes()
     index = Index(num_blocks)
     elapsed_s = 0.0

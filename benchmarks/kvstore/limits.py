@@ -1,4 +1,4 @@
-"""What the machine can do: plain copies, raw sockets, dictionary lookups, as stores of the workload.
+"""The limits of the machine as stores of the workload: plain copies, raw sockets, dictionary lookups.
 
 Owns: the limits in memory and on sockets. Does not know: any pool.
 """
@@ -118,7 +118,8 @@ class DictKeys:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of one connection over loopback, not paced, as the messenger's are within a host."""
+    """Return both ends of a connection over loopback, unpaced as the messenger's connections within a
+    host."""
     sock = socket.socket()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for end in (listener, sock):  # before they are connected: see messenger.transport.pacing
@@ -131,7 +132,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def serve(kind: str, sock: socket.socket, num_blocks: int, block_bytes: int) -> subprocess.Popen[bytes]:
-    """The other process, which then alone has `sock`."""
+    """Start the other process, which then owns `sock`."""
     fd = sock.detach()
     command = [
         sys.executable,

@@ -45,7 +45,7 @@ class PeerError(Exception):
 
 
 def install() -> Path:
-    """The Python of the peer's virtual environment, which is made once. Raises PeerError."""
+    """Return the Python of the peer's virtual environment, which is made once. Raises PeerError."""
     home = CACHE / "peer"
     python, marker = home / "bin" / "python", home / "installed"
     requirements = [PACKAGE, f"numpy=={np.__version__}"]
@@ -92,7 +92,8 @@ class Master:
 
 
 class Driver:
-    """The peer in a process of its own. As a `Side`, `time` and `open` run the workload there."""
+    """A driver of the peer, a process of its own. As a `Side`, its `time` and `open` run the workload in that
+    process."""
 
     def __init__(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
         self._log_fd = os.memfd_create("peer-log")
@@ -118,7 +119,7 @@ class Driver:
         return times_s
 
     def call(self, *command: object) -> Any:
-        """Raises PeerError if the driver ends instead of answering."""
+        """Return the driver's answer to a command. Raises PeerError if the driver ends instead."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(command), file=self._process.stdin, flush=True)
@@ -143,7 +144,7 @@ class Driver:
 
 @contextlib.contextmanager
 def same_process(python: Path, settings: Mapping[str, str]) -> Iterator[tuple[Master, Driver]]:
-    """The client that puts and gets also mounts the segment: copies in memory."""
+    """Make a context with a client that also mounts the segment, so that copies stay in memory."""
     with heeding_sigterm(), contextlib.closing(Master(python)) as master:
         driver = _driver(master, SEGMENT_BYTES, {**SAME_PROCESS, **settings})
         with contextlib.closing(driver):
@@ -152,7 +153,7 @@ def same_process(python: Path, settings: Mapping[str, str]) -> Iterator[tuple[Ma
 
 @contextlib.contextmanager
 def second_process(python: Path, settings: Mapping[str, str]) -> Iterator[Driver]:
-    """One process mounts the segment, the other puts and gets over TCP."""
+    """Make a context with two processes: one mounts the segment, the other puts and gets over TCP."""
     settings = {**SECOND_PROCESS, **settings}
     with (
         heeding_sigterm(),

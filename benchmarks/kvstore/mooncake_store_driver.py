@@ -22,7 +22,8 @@ _FORCE = True  # also what was read a moment ago
 
 
 class MooncakeStore:
-    """Registered memory, put_from and get_into, their batch forms for more than one block."""
+    """The peer as a store: registered memory, put_from and get_into, their batch forms for more than one
+    block."""
 
     def __init__(self, master: str, segment_bytes: int) -> None:
         self._client = MooncakeDistributedStore()
@@ -72,7 +73,7 @@ class MooncakeStore:
         _expect([1] * len(indices), codes)
 
     def put_many(self, num_keys: int) -> float:
-        """Put so many objects of one byte, in batches. Returns seconds."""
+        """Put that many objects of one byte, in batches. Returns seconds."""
         source, batch, elapsed_s = self._sources[0], 1000, 0.0
         for start in range(0, num_keys, batch):
             keys = [f"many-{i:027x}" for i in range(start, min(start + batch, num_keys))]

@@ -87,7 +87,7 @@ class Messenger:
 
 
 class OurStore:
-    """`transport`: unix is shared memory, tcp is what a client on another machine has."""
+    """Our pool as a store. `transport`: unix is shared memory, tcp what a client on another machine uses."""
 
     def __init__(self, transport: Literal["unix", "tcp"]) -> None:
         self._transport = transport
@@ -125,7 +125,7 @@ class OurStore:
 
 
 def _connect(address: str, layout: KVLayout, key_file: Path) -> KVCachePool:
-    """Waits for the messenger to listen."""
+    """Connect to the messenger, as soon as it listens."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         try:

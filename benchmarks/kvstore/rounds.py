@@ -1,4 +1,5 @@
-"""Figures of several sides, taken in turn so that a busy machine is unfair to none, and their tables.
+"""Figures of several sides and their tables. Sides are measured in turn, so that a busy machine is unfair to
+none.
 
 Owns: rounds, medians, markdown. Does not know: what is measured.
 """
@@ -32,17 +33,17 @@ class Sample(NamedTuple):
 
 
 class Timed(Protocol):
-    """What can be timed, in this process or in another one."""
+    """The interface of a side whose calls can be timed, in this process or in another one."""
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Seconds of each call of `depth` blocks."""
+        """Return the seconds of each call of `depth` blocks."""
 
 
 class Side(Timed, Protocol):
     """A store and its workload."""
 
     def open(self, block_bytes: int) -> None:
-        """Fills it with blocks of this size."""
+        """Fill the store with blocks of this size."""
 
 
 def each_round(
@@ -66,26 +67,26 @@ def medians(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Sample]:
 
 
 def share(samples: Mapping[str, Sequence[Sample]], name: str, other: str) -> float:
-    """What one side moves by what another one does in the same round, the median: a slow machine is so for
-    both."""
+    """Return one side's throughput as a multiple of another's in the same round, as the median over rounds: a
+    slow machine slows both."""
     pairs = zip(samples[name], samples[other], strict=True)
     return statistics.median([one.items_per_s / two.items_per_s for one, two in pairs])
 
 
 def in_rounds(sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int) -> dict[str, Sample]:
-    """Medians by side."""
+    """Return the medians of each side's samples."""
     return medians(each_round(sides, measure, num_rounds))
 
 
 def time_sides(
     sides: Mapping[str, Timed], op: Op, depth: int, budget_s: float, num_rounds: int
 ) -> dict[str, Sample]:
-    """The same operation on every side; items are blocks."""
+    """Measure the same operation on every side. Items are blocks."""
     return in_rounds(sides, lambda side: Sample.of(side.time(op, depth, budget_s), depth), num_rounds)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *notes: str) -> None:
-    """One markdown table under a heading, then its notes."""
+    """Print a markdown table under a heading, then its notes."""
     print(f"\n## {title}\n")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
@@ -96,7 +97,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def progress(text: str) -> None:
-    """One line on stderr."""
+    """Print a line to stderr."""
     print(f"[benchmark] {text}", file=sys.stderr, flush=True)
 
 
@@ -106,5 +107,5 @@ def size_name(size_bytes: int) -> str:
 
 
 def gib_and_us(sample: Sample, block_bytes: int) -> str:
-    """Throughput and median of one call."""
+    """Return the throughput, and the median time of one call, as text."""
     return f"{sample.items_per_s * block_bytes / GIB:.2f} GiB/s, {1e6 * sample.p50_s:.0f} us"

@@ -1,4 +1,4 @@
-"""The work that every store gets: blocks of one size, visited in turn, timed call by call.
+"""The workload that every store gets: blocks of one size, visited in turn, timed call by call.
 
 Needs only numpy: the peer's driver runs it in another virtual environment.
 
@@ -23,10 +23,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Store(Protocol):
-    """What is measured. Blocks are named by their index; every call raises unless it does all of its work."""
+    """The interface of a measured store. Blocks are named by their index. Every call raises unless all of its
+    work is done."""
 
     def open(self, sources: Bytes, destinations: Bytes) -> None:
-        """Becomes an empty store for blocks of this size. Both arrays: (num_blocks, block_bytes)."""
+        """Become an empty store for blocks of this size. Both arrays are `(num_blocks, block_bytes)`."""
 
     def remove(self, indices: Sequence[int]) -> None: ...
 
@@ -49,7 +50,8 @@ class Ring:
         budget_s: float,
         before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> list[float]:
-        """Seconds of each call of `depth` blocks: as many as begin within the budget, at least one.
+        """Return the seconds of each call of `depth` blocks: as many calls as begin within the budget, at
+        least one.
 
         `before` is called before each of them and is not timed, but does use up the budget.
         """
@@ -65,7 +67,7 @@ class Ring:
         times_s: list[float],
         before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> Iterator[list[int]]:
-        """Time calls that are awaited, like `time`: each until the next one is asked for."""
+        """Time calls that are awaited, as `time` does: each lasts until the next one is asked for."""
         deadline_s = time.perf_counter() + budget_s
         while not times_s or time.perf_counter() < deadline_s:
             indices = [(self._next + i) % self.num_blocks for i in range(depth)]
@@ -77,7 +79,7 @@ class Ring:
 
 
 class KeyStore(Protocol):
-    """What only answers whether a block is there."""
+    """The interface of a store that only answers whether a block is there."""
 
     def exists(self, indices: Sequence[int]) -> None: ...
 
@@ -90,7 +92,7 @@ class Lookups:
         self._ring = Ring(num_blocks)
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Seconds of each call, see Ring. `op` is "exists"."""
+        """Return the seconds of each call, as `Ring.time` does. `op` is "exists"."""
         assert op == "exists"
         return self._ring.time(self._store.exists, depth, budget_s)
 
@@ -122,7 +124,7 @@ class Workload:
         self._memory = memory
 
     def open(self, block_bytes: int) -> None:
-        """Every block of this size is put once, read once, and compared."""
+        """Put and get every block of this size once, and compare them."""
         sources, destinations = self._memory.sources, self._memory.destinations
         self._store.open(sources.reshape(-1, block_bytes), destinations.reshape(-1, block_bytes))
         self._ring = Ring(len(sources) // block_bytes)
@@ -135,7 +137,7 @@ class Workload:
             raise RuntimeError(f"blocks of {block_bytes} bytes came back changed")
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Seconds of each call, see Ring."""
+        """Return the seconds of each call, as `Ring.time` does."""
         call = getattr(self._store, op)
         if op == "put":
             return self._ring.time(call, depth, budget_s, self._store.remove)

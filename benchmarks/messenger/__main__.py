@@ -1,4 +1,4 @@
-"""One markdown table per section: ours, the peer, and the limits of the machine, measured in turn.
+"""One markdown table per section: our transfers, the peer's, and the limits of the machine, measured in turn.
 
     python -m benchmarks.transfer [--quick] [--only SECTION] [--kib SIZE...] [--without-peer]
 
@@ -67,7 +67,8 @@ NORMAL = Effort(20, 0.05, 5, 1.0, 20_000)
 
 
 class TransferSide(Side, Protocol):
-    """What transfers between two processes: `Transfers`, here or in a driver."""
+    """The interface of a side that transfers between two processes: `Transfers`, in this process or in a
+    driver."""
 
     def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]: ...
 
@@ -75,7 +76,7 @@ class TransferSide(Side, Protocol):
 
 
 class Bar(NamedTuple):
-    """What a figure has to reach."""
+    """A bar that a figure has to reach."""
 
     name: str
     value: float
@@ -98,7 +99,7 @@ def ours_name(transport: str) -> str:
 
 @contextlib.contextmanager
 def engines(python: Path | None) -> Iterator[dict[str, TransferSide]]:
-    """Every transfer engine that can be had."""
+    """Make a context with every transfer engine that this machine can run."""
     with contextlib.ExitStack() as stack:
         sides: dict[str, TransferSide] = {
             ours_name(transport): Transfers(stack.enter_context(start()))
@@ -110,7 +111,7 @@ def engines(python: Path | None) -> Iterator[dict[str, TransferSide]]:
 
 
 def transfers(effort: Effort, python: Path | None, sizes: Sequence[int] = SIZES) -> None:
-    """Every side and depth, blocks of these sizes."""
+    """Measure every side and depth with blocks of these sizes."""
     with contextlib.ExitStack() as stack:
         raw, unix, two = (
             stack.enter_context(contextlib.closing(limit))
@@ -153,7 +154,7 @@ def transfers(effort: Effort, python: Path | None, sizes: Sequence[int] = SIZES)
 
 
 def _time_sides(effort: Effort, sides: Mapping[str, Side], op: Op, depth: int) -> dict[str, list[Sample]]:
-    """One row. Items are blocks."""
+    """Return the samples of one row. Items are blocks."""
     return each_round(
         sides, lambda side: Sample.of(side.time(op, depth, effort.budget_s), depth), effort.num_rounds
     )
@@ -175,7 +176,7 @@ def transfer_bars(samples: Mapping[str, Sequence[Sample]], block_bytes: int, dep
 
 
 def round_trips(effort: Effort) -> None:
-    """The least that an answered request can take."""
+    """Measure the least time that an answered request can take."""
     rows = []
     for name, is_polling in (("both ends sleep", False), ("both ends poll", True)):
         sample = time_round_trips(is_polling=is_polling, num_rounds=effort.num_round_trips)
@@ -184,7 +185,7 @@ def round_trips(effort: Effort) -> None:
 
 
 def concurrent(effort: Effort, python: Path | None) -> None:
-    """Many transfers at a time, and one of as many bytes."""
+    """Measure many transfers at a time, and one of as many bytes."""
     with engines(python) as sides:
         rows = [_concurrent_row(effort, name, sides[name], op) for name in sides for op in OPS]
     size = size_name(CONCURRENT_BYTES // NUM_CONCURRENT)
@@ -204,7 +205,7 @@ def _concurrent_row(effort: Effort, name: str, side: TransferSide, op: Op) -> li
 
 
 def latency(effort: Effort, python: Path | None) -> None:
-    """A transfer that a request waits for, alone and beside a stream that fills the path."""
+    """Measure a transfer that a request waits for, alone and beside a stream that fills the path."""
     with engines(python) as sides:
         rows = [_latency_row(effort, name, sides[name], op) for name in sides for op in OPS]
     print_table(
@@ -230,7 +231,7 @@ def _latency_row(effort: Effort, name: str, side: TransferSide, op: Op) -> list[
 
 
 def _verdict(name: str, bar: Bar) -> str:
-    """Bars are ours; of the peer only the figure is shown."""
+    """Return the text of a figure: beside its bar for ours, alone for the peer's."""
     return f"{bar.name} {bar.value:.2f}" if name == PEER else str(bar)
 
 

@@ -1,4 +1,4 @@
-"""What sockets can do beyond one request at a time.
+"""The limits of sockets beyond one request at a time.
 
 Owns: streams without acknowledgement, two streams at once, round trips. Does not know: any engine.
 """
@@ -39,7 +39,8 @@ class Streaming(RawStream):
 
 
 class StreamingBlocks:
-    """The same as a side. A call is always as long as the stream needs: only its rate means something."""
+    """The same stream as a side of the workload. Each call lasts as long as the stream needs, so only its
+    rate has a meaning."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -55,7 +56,7 @@ class StreamingBlocks:
                 self._ring.time(getattr(self._stream, op), self._num_blocks, 0)
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Seconds for `depth` blocks within each long call."""
+        """Return the seconds for `depth` blocks within each long call."""
         times_s = self._ring.time(getattr(self._stream, op), self._num_blocks, budget_s)
         return [elapsed_s * depth / self._num_blocks for elapsed_s in times_s]
 
@@ -76,7 +77,7 @@ class TwoStreams:
             stream.open(sources.reshape(halves)[:, k], destinations.reshape(halves)[:, k])
 
     def remove(self, indices: Sequence[int]) -> None:
-        """What is there is written over."""
+        """Do nothing, as the next put overwrites the blocks."""
 
     def put(self, indices: Sequence[int]) -> None:
         other = self._thread.submit(self._streams[1].put, indices)

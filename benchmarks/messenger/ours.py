@@ -56,7 +56,7 @@ _NUM_FETCHES = 4
 
 
 class _Batch:
-    """Blocks that are moved together, as a prompt's are; each is reported by itself."""
+    """Blocks that are moved together, like those of a prompt. Each block's arrival is reported separately."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -66,7 +66,7 @@ class _Batch:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Let waiters look again."""
+        """Wake the waiters, which then check again."""
         self._changed.set()
 
     async def changed(self) -> None:
@@ -74,7 +74,7 @@ class _Batch:
         await self._changed.wait()
 
     def arrived(self, index: int, num_bytes: int) -> None:
-        """Record that so much more of a block has arrived."""
+        """Record that `num_bytes` more of a block have arrived."""
         self._missing_bytes[index] -= num_bytes
         if not self._missing_bytes[index]:
             self.num_missing -= 1
@@ -83,13 +83,13 @@ class _Batch:
     def placed(
         self, frame: Sequence[tuple[int, WriteEntry]], slice_bytes: int, outcome: WriteOutcome
     ) -> None:
-        """What became of a write."""
+        """Record the outcome of a write."""
         if outcome is WriteOutcome.PLACED:
             for index, entry in frame:
                 self.arrived(index, entry.num_layers * slice_bytes)
 
     async def block(self, index: int) -> None:
-        """Wait until a block is there. Raises what kept it away."""
+        """Wait until a block has arrived. Raises the reason why it cannot."""
         assert self.task is not None
         while self._missing_bytes[index]:
             if self.task.done():
@@ -228,7 +228,8 @@ class MessengerEngine:
         part_bytes: int,
         urgency: Urgency,
     ) -> None:
-        """`parts` of blocks: number of the block in `pairs`, where the part begins in it."""
+        """Fetch `parts` of blocks: each is the block's number in `pairs`, and the offset of the part in the
+        block."""
         keys, views, layers = [], [], range(0)
         for index, begin in parts:
             local, remote = pairs[index]
@@ -256,13 +257,13 @@ def _page_bytes(block_bytes: int) -> int:
 
 @functools.cache
 def _parts(block_bytes: int, frame_bytes: int) -> Sequence[tuple[int, int]]:
-    """Begin and length of what one frame takes of a block."""
+    """Return the offset and length of each part of a block that one frame takes."""
     begins = range(0, block_bytes, frame_bytes)
     return [(begin, min(frame_bytes, block_bytes - begin)) for begin in begins]
 
 
 def _target(begin: int, num_bytes: int, page_bytes: int) -> tuple[int, range]:
-    """Page and layers of these bytes of the remote memory."""
+    """Return the page and the layers of these bytes of the remote memory."""
     page, skipped_bytes = divmod(begin, page_bytes)
     slice_bytes = slice_bytes_of(page_bytes)
     return page, range(skipped_bytes // slice_bytes, (skipped_bytes + num_bytes) // slice_bytes)

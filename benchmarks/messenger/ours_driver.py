@@ -49,17 +49,17 @@ _SEALED = 2
 
 
 def slice_bytes_of(page_bytes: int) -> int:
-    """What checksums are of."""
+    """Return the bytes that one checksum covers."""
     return min(page_bytes, _LARGEST_SLICE_BYTES)
 
 
 def key(page: int) -> bytes:
-    """Return the key of the block that is always in this page."""
+    """Return the key of the block in this page, which never changes."""
     return page.to_bytes(KEY_BYTES, "little")
 
 
 def identity(instance: str, page_bytes: int) -> Identity:
-    """Pages of that size, whose layers are slices."""
+    """Return the identity of a messenger with pages of that size, whose layers are slices."""
     slice_bytes = slice_bytes_of(page_bytes)
     layout = KVLayout(
         num_layers=page_bytes // slice_bytes,
@@ -76,7 +76,8 @@ class Pages:
     """`WriteTarget` and `ReadSource` over the memory, cut into pages of one size."""
 
     def __init__(self, segment: memoryview, page_bytes: int, table_offset: int) -> None:
-        """What says where each block is lies in `segment[table_offset : self.table_end]`."""
+        """Make pages of `page_bytes` over `segment`. The table of blocks is in `segment[table_offset :
+        self.table_end]`."""
         layout = identity(INSTANCE, page_bytes).layout
         self.num_pages = num_pages = WORKING_SET_BYTES // page_bytes
         self._num_layers = layout.num_layers
@@ -118,7 +119,7 @@ class Pages:
         return False
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
-        """The next write comes over it."""
+        """Do nothing, as the next write overwrites the page."""
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """Close nothing: no caller waits for it."""
@@ -154,12 +155,12 @@ class Pages:
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop as a messenger has it unless it is configured."""
+    """Return an event loop like a messenger's with default settings."""
     return busy_poll.event_loop(1e-6 * MessengerConfig().poll_us)
 
 
 def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
-    """Descriptor and mapping of new memory, in huge pages as a pool's segment is after a while."""
+    """Return descriptor and mapping of new memory in huge pages, like that of a settled pool's segment."""
     fd = os.memfd_create("benchmark")
     os.posix_fallocate(fd, 0, num_bytes)
     mapping = MappedFile(fd, num_bytes)

@@ -27,7 +27,7 @@ class TransferDriver(Driver):
 
 @contextlib.contextmanager
 def transfer_engine(python: Path) -> Iterator[TransferDriver]:
-    """Two processes on loopback. Raises PeerError."""
+    """Make a context with the two processes on loopback. Raises PeerError."""
     with contextlib.closing(Driver([str(python), str(_DRIVER)], {})) as target:
         session, address = target.greeting
         command = [str(python), str(_DRIVER), session, str(address)]

@@ -48,7 +48,7 @@ class MooncakeEngine:
         self._under_way: set[int] = set()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work whose calls return when they are through: nothing is awaited."""
+        """Run work whose calls return when they are done, so that nothing is awaited."""
         try:
             work.send(None)
         except StopIteration as end:
@@ -59,7 +59,7 @@ class MooncakeEngine:
     async def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
-        """Submit transfers; the peer has no classes of them."""
+        """Submit transfers, for which the peer has no classes."""
         local, remote = self._addresses(direction, pairs, block_bytes)
         if len(pairs) == 1:
             _expect_0(self._one[direction](self._session, local[0], remote[0], block_bytes))

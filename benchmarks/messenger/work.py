@@ -1,8 +1,9 @@
-"""The work that every transfer engine gets, timed call by call.
+"""The workload that every transfer engine gets, timed call by call.
 
 Needs only numpy: the peer's driver runs it in another virtual environment.
 
-Owns: which block goes where, what is under way at the same time. Does not know: which engine it measures.
+Owns: which block goes where, which transfers are in flight at the same time. Does not know: which engine it
+measures.
 """
 
 import time
@@ -23,34 +24,35 @@ NUM_BULK = 16
 
 Direction = Literal["write", "read"]
 Pair = tuple[int, int]
-"""Block of the local memory, block of the remote memory; both have blocks of the same size."""
+"""A block of the local memory and one of the remote memory, of the same size."""
 T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """What is measured: this process and another one that has WORKING_SET_BYTES of memory to write and read.
+    """The interface of a measured engine: this process, and another one that has WORKING_SET_BYTES of memory
+    to write and read.
 
     Every pair is one block. Writes take it from `memory.sources`, reads put it into `memory.destinations`.
     A call returns when all of its bytes have arrived, and raises unless all of them did.
     """
 
     memory: Memory
-    """Memory as the engine wants it, perhaps registered; see Memory for how to give it a buffer."""
+    """The local memory as the engine needs it, perhaps registered (`Memory` accepts a buffer)."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`, which may await what follows. An engine with an event loop is called on it."""
+        """Run `work` on the engine's event loop, if it has one. `work` may await the other methods."""
 
     async def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
-        """The blocks as one batch: all of them are under way at the same time."""
+        """Move blocks as one batch: all of them are in flight at the same time."""
 
     async def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> Sequence[Any]:
-        """Starts a batch of bulk transfers, one for each block, and returns them. At least 64 can be under
-        way."""
+        """Start a batch of bulk transfers, one for each block, and return them. At least 64 can be in
+        flight."""
 
     async def wait(self, transfers: Sequence[Any]) -> None:
-        """Wait until transfers are through, once for each submitted one, in any order."""
+        """Wait until submitted transfers have ended. To be called once for each, in any order."""
 
 
 class Transfers:
@@ -61,14 +63,14 @@ class Transfers:
         self._workload = Workload(_Blocks(engine), engine.memory)
 
     def open(self, block_bytes: int) -> None:
-        """Every block of this size is written once, read once, and compared."""
+        """Write and read every block of this size once, and compare them."""
         self._workload.open(block_bytes)
         self._block_bytes = block_bytes
         self._pairs = _scattered(block_bytes)
         self._ring = Ring(len(self._pairs))
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Seconds of each batch of `depth` blocks, see Ring."""
+        """Return the seconds of each batch of `depth` blocks, as `Ring.time` does."""
         return self._engine.run(self._time(op, depth, budget_s))
 
     async def _time(self, op: Op, depth: int, budget_s: float) -> list[float]:
@@ -79,7 +81,8 @@ class Transfers:
         return times_s
 
     def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
-        """Seconds in which CONCURRENT_BYTES move as so many separate transfers, submitted together."""
+        """Return the seconds in which CONCURRENT_BYTES move as `num_transfers` transfers that are submitted
+        together."""
         return self._engine.run(self._time_concurrent(op, num_transfers, budget_s))
 
     async def _time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
@@ -91,7 +94,7 @@ class Transfers:
         return times_s
 
     def time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]:
-        """Transfers of LATENCY_BYTES, one at a time, beside `num_bulk` others of BULK_BYTES.
+        """Time transfers of LATENCY_BYTES, one after the other, beside `num_bulk` others of BULK_BYTES.
 
         Returns seconds of each, and bytes per second of the bulk.
         """
@@ -134,7 +137,7 @@ class _Blocks:
         self._pairs = _scattered(self._block_bytes)
 
     def remove(self, indices: Sequence[int]) -> None:
-        """What is there is written over."""
+        """Do nothing, as the next put overwrites the blocks."""
 
     def put(self, indices: Sequence[int]) -> None:
         self._move("write", indices)
@@ -152,6 +155,7 @@ def _direction(op: Op) -> Direction:
 
 
 def _scattered(block_bytes: int, size_bytes: int = WORKING_SET_BYTES) -> list[Pair]:
-    """Every local block and its place, as in a paged pool: neighbours here are none there."""
+    """Return every local block with its remote block, scattered as in a paged pool: neighbours are not
+    neighbours there."""
     places = np.random.default_rng(1).permutation(size_bytes // block_bytes)
     return list(enumerate(places.tolist()))

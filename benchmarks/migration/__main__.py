@@ -1,4 +1,4 @@
-"""Measure what a move of a running stream costs: its pause, and the tokens of streams beside it.
+"""The cost of a move of a running stream: its pause, and the tokens that streams beside it lose.
 
     python -m benchmarks.migration [--sizes N,N,...] [--moves N] [--others N]
 
@@ -67,7 +67,7 @@ class Measured:
 
 
 class Bench:
-    """Streams on a rig. All prompts are random tokens."""
+    """The streams on a rig and the measurements. All prompts are random tokens."""
 
     def __init__(self, on: Rig, num_others: int) -> None:
         self._rig, self._num_others = on, num_others
@@ -87,7 +87,7 @@ class Bench:
         return await self._rig.begin(name, prompt, max_tokens, at, seed=seed, counts=counts)
 
     async def begin_others(self) -> list[Stream]:
-        """Begin the streams beside which one moves."""
+        """Begin the streams beside the one that moves."""
         others = [
             await self._stream(self._prompt(OTHER_PROMPT), OTHER_OUTPUT, instance, counts=True)
             for instance in self._rig.instances.values()
@@ -98,7 +98,7 @@ class Bench:
         return others
 
     async def measure(self, num_tokens: int, num_moves: dict[str, int]) -> dict[str, Measured]:
-        """Return what each way takes with a context of about `num_tokens`, `none` included."""
+        """Return the measurements of each way, `none` included, with a context of about `num_tokens`."""
         measured: defaultdict[str, Measured] = defaultdict(Measured)
         for way, num in num_moves.items():
             while len(measured[way].pauses_s) < num:
@@ -126,7 +126,7 @@ class Bench:
         await self._compare(stream, prompt)
 
     async def _window(self, stream: Stream, act: Callable[[], Awaitable[None]], measured: Measured) -> int:
-        """Measure one move. Return the number of tokens in the meantime."""
+        """Measure one move. Returns the number of tokens of other streams meanwhile."""
         source, first, began_s = stream.at, len(stream.tokens), time.perf_counter()
         await act()
         await stream.reached(len(stream.tokens) + TOKENS_BEHIND)
@@ -142,7 +142,8 @@ class Bench:
         return len(stream.tokens) - first
 
     async def _compare(self, stream: Stream, prompt: list[int]) -> None:
-        """Count a stream with other tokens than one that stays, and computes all of them itself."""
+        """Count a stream whose tokens differ from those of a stream that stays and computes everything
+        itself."""
         await self._rig.drop_blocks(stream, stream.at)
         stays = await self._stream(prompt, len(stream.tokens), stream.at, counts=False)
         await stays.reached(len(stream.tokens))
@@ -179,7 +180,8 @@ def report(num_tokens: int, measured: dict[str, Measured], iteration_s: float) -
 
 
 async def run(sizes: Sequence[int], num_moves: int, num_others: int) -> bool:
-    """Measure all sizes. Return whether the bars are met, and all tokens are those of streams that stay."""
+    """Measure all sizes. Returns whether the bars are met, and all tokens equal those of streams that
+    stay."""
     is_met = True
     async with rig() as on:
         bench = Bench(on, num_others)

@@ -1,5 +1,4 @@
-"""Measure how long streams pause as layers or KV heads move, and what a pipeline of two decode instances is
-worth.
+"""The pauses of streams while layers or KV heads move, and the worth of a pipeline of two decode instances.
 
     python -m benchmarks.migration.modules [--layers START:STOP | --heads N] [--batch N] [--moves N]
 
@@ -43,7 +42,7 @@ Move = Callable[[], Awaitable[object]]
 
 
 class Rate(NamedTuple):
-    """Tokens a second of all streams, and their gaps in seconds."""
+    """Tokens a second of all streams, and the gaps between tokens in seconds."""
 
     tokens_per_s: float
     gaps_s: list[float]
@@ -76,7 +75,7 @@ class Bench:
         await self.go_on(TOKENS_BEHIND)
 
     async def go_on(self, num_tokens: int) -> None:
-        """Wait for so many more tokens of each stream."""
+        """Wait for that many more tokens of each stream."""
         for goal in [(stream, len(stream.tokens) + num_tokens) for stream in self.streams]:
             await goal[0].reached(goal[1])
 
@@ -105,7 +104,7 @@ class Bench:
         ]
 
     async def num_with_other_tokens(self, num: int) -> int:
-        """Compute the first streams again at the other instance, which has no helper, and return how many get
+        """Compute the first streams again at the other instance, which has no helper. Returns how many get
         other tokens."""
         num_others = 0
         for index, stream in enumerate(self.streams[:num]):
@@ -118,7 +117,7 @@ class Bench:
 
 
 class Pauses(NamedTuple):
-    """The longest gap of any stream in each move, and in as much time without a move, in seconds.
+    """The longest gap of any stream during each move, and during equal times without a move, in seconds.
 
     `iteration_s`: the median gap of streams before the first move.
     """
@@ -129,7 +128,7 @@ class Pauses(NamedTuple):
 
     @property
     def num_iterations(self) -> float:
-        """The iterations by which a move lengthens the longest gap, at p99."""
+        """The p99 of the longest gaps with a move less that without one, in iterations."""
         return (percentile(self.moves_s, 0.99) - percentile(self.gaps_s, 0.99)) / self.iteration_s
 
     def __str__(self) -> str:
@@ -144,7 +143,7 @@ class Pauses(NamedTuple):
 
 
 async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration_s: float) -> Pauses:
-    """Move modules there and back, again and again."""
+    """Move modules to the helper and back `num_moves` times, and return the pauses."""
     found = Pauses([], [], iteration_s)
     for number in range(num_moves):
         progress(f"moves: {number} of {num_moves}")
@@ -157,7 +156,7 @@ async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration
 
 
 async def run_heads(num_heads: int, batch: int, num_moves: int) -> bool:
-    """Measure moves of KV heads, and print. Return whether the bar is met, and tokens are those of a stream
+    """Measure moves of KV heads, and print. Returns whether the bar is met and tokens equal those of a stream
     that stays."""
     async with rig(batch) as on:
         bench = Bench(on)
@@ -172,7 +171,7 @@ async def run_heads(num_heads: int, batch: int, num_moves: int) -> bool:
 
 
 async def run_layers(layers: LayerRange, batch: int, num_moves: int) -> bool:
-    """Measure moves of layers and the pipeline, and print. Return whether the bars are met, and tokens are
+    """Measure moves of layers and the pipeline, and print. Returns whether the bars are met and tokens equal
     those of a stream that stays."""
     async with rig(2 * batch) as on:
         bench = Bench(on)

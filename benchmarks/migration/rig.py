@@ -1,4 +1,5 @@
-"""Two decode instances as `mooncake-serve` runs them, each on one core, under a Conductor without policy.
+"""Two decode instances as `mooncake-serve` runs them, each on one core, with a rig in the place of Conductor
+and front.
 
 It is their front, too.
 
@@ -67,7 +68,7 @@ Expected = TypeVar("Expected", PreCopied, Prepared, HandedOver)
 
 
 class MoveError(Exception):
-    """An instance did not do what a move needs."""
+    """An instance has not done what a move needs."""
 
 
 class Instance:
@@ -101,7 +102,7 @@ class Stream:
         return Ref(1, self.request.request_id, self.num_attempts)
 
     async def reached(self, num_tokens: int) -> None:
-        """Return when there are so many tokens. Raises TimeoutError if they do not come."""
+        """Wait until the stream has that many tokens. Raises TimeoutError if they do not come."""
         async with asyncio.timeout(DEADLINE_S):
             while len(self.tokens) < num_tokens:
                 self.changed.clear()
@@ -126,7 +127,7 @@ class Rig:
         self._block_size = self._num_orders = 0
 
     async def run(self) -> None:
-        """The loop: receive, act."""
+        """Receive messages and act on them until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._receive_tokens())
             while True:
@@ -165,7 +166,7 @@ class Rig:
                 stream.changed.set()
 
     async def joined(self) -> None:
-        """Return when both instances are there."""
+        """Wait until both instances have registered."""
         async with asyncio.timeout(START_DEADLINE_S):
             while len(self.instances) < len(NAMES):
                 self._joined.clear()
@@ -203,7 +204,7 @@ class Rig:
         await self._tell(stream.at, Abort(stream.ref))
 
     def other(self, instance: Instance) -> Instance:
-        """Return the instance that is not this one."""
+        """Return the other of the two instances."""
         [other] = [other for other in self.instances.values() if other is not instance]
         return other
 
@@ -215,7 +216,7 @@ class Rig:
     # -- moves --------------------------------------------------------------------------------------
 
     async def migrate(self, stream: Stream) -> None:
-        """Move a stream as the Conductor does: copies while it is decoded, in rounds."""
+        """Move a stream as the Conductor does: blocks are copied in rounds while it is decoded."""
         source, destination, ref = stream.at, self.other(stream.at), self._next_ref(stream)
         order, num_loaded, num_rounds, has_waited = PreCopy(stream.ref), 0, 0, False
         while num_rounds < MAX_ROUNDS:
@@ -233,7 +234,7 @@ class Rig:
         await self._take_over(stream, destination, output)
 
     async def stop_and_copy(self, stream: Stream) -> None:
-        """Move a stream that is stopped first."""
+        """Move a stream that is stopped first, then copied."""
         destination, ref = self.other(stream.at), self._next_ref(stream)
         output = await self._hand_over(stream)
         num_full = (stream.request.num_prompt_tokens + len(output) - 1) // self._block_size
@@ -253,8 +254,8 @@ class Rig:
     async def place(
         self, owner: Instance, layers: LayerRange | None = None, num_heads: int = 0
     ) -> ModulesPlace:
-        """Have layers or KV heads of an instance at the other one, or all of them back. Return when that is
-        told."""
+        """Move layers or KV heads of an instance to the other one; without either, all of them back. Returns
+        when the instance has reported that."""
         self._num_orders += 1
         helper = self.other(owner).register
         order = PlaceModules(1, self._num_orders, helper.instance, helper.modules.socket, num_heads, layers)
@@ -299,7 +300,7 @@ class Rig:
 
 
 def _start(spec: ChildSpec, core: int) -> subprocess.Popen[bytes]:
-    """A process of an instance, on one core."""
+    """Start a process of an instance, on one core."""
     process = subprocess.Popen(
         [sys.executable, "-m", spec.module],
         stdin=subprocess.PIPE,
@@ -330,7 +331,7 @@ def _config_of(rig: Rig, name: str, max_batch: int) -> Config:
 
 @contextlib.asynccontextmanager
 async def rig(max_batch: int = 32) -> AsyncIterator[Rig]:
-    """Both instances, ready, each on a core of its own as far as there are enough."""
+    """Make a context with both instances, ready, each on a core of its own as far as there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))

@@ -3,12 +3,12 @@
     python -m benchmarks.overload [--only excess|swing] [--rates N,N,...] [--seconds N] [--picture FILE]
                                   [mooncake-serve flags]
 
-Its workers compute a tiny model and take as long for a pass as a larger one would (0.25 ms a prompt token;
-20 ms a decode step and 1 ms for each request), so the instances do not take the machine's cores from one
+Its workers compute a tiny model and take as long for a pass as a larger one would (0.25 ms a prompt token; 20
+ms a decode step and 1 ms for each request), so the instances do not take the machine's cores from one
 another. Prompts of 512 random tokens, 200 tokens out, open loop. Decoding is the narrow place, and takes
-longer than prefill: where early rejection swings (Mooncake, section 7.3). The cluster is told a TTFT of 4 s
-and a TBT of 60 ms; what counts as effective may take half as long again, for TBT is of the longest tenth of a
-request's gaps here, and there it is of a step.
+longer than prefill: where early rejection swings (Mooncake, section 7.3). The cluster has SLOs of 4 s for
+TTFT and 60 ms for TBT. A request counts as effective within 1.5 times these, because TBT is measured as the
+mean of the longest tenth of a request's gaps, and predicted for a step.
 
 `excess`: goodput by rate, up to three times the best one's, and how soon 429 is answered to whom the cluster
 refuses at arrival: from when it was sent, and as the server has measured it. `swing`: the
@@ -43,15 +43,16 @@ TOLD_TTFT_S, TOLD_TBT_S = 4.0, 0.06
 SLO = Slo(ttft_s=1.5 * TOLD_TTFT_S, tbt_s=1.5 * TOLD_TBT_S, long_from=NUM_INPUT)
 MIX = Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), SLO.ttft_s, SLO.tbt_s)
 OVERLOAD = 3.0
-"""Overload in times of the rate with the best goodput."""
+"""The overload, as a multiple of the rate with the best goodput."""
 MIN_GOODPUT, MAX_REJECTION_S, MIN_DAMPING = 0.9, 0.05, 0.3
-"""Bars: of the best goodput; of the slowest 429; of the standard deviation."""
+"""The bars: the least share of the best goodput, the longest time to a 429, the least damping of the standard
+deviation."""
 WARM_UP_S = 15.0
-"""Seconds of a warm-up; before that nothing is known of decoding times."""
+"""Seconds of a warm-up, before which the durations of decodes are unknown."""
 
 
 class Overloaded(NamedTuple):
-    """One run: its figures, its 429s, and the loads over time."""
+    """One run: its summary, its rejections, and the loads over time."""
 
     summary: Summary
     rejections: Rejections
@@ -74,7 +75,7 @@ def cluster(policy: Overload, flags: Sequence[str], log: int) -> Iterator[str]:
 
 
 def under_load(clients: Clients, url: str, rate_per_s: float, seconds: float, seed: int) -> Overloaded:
-    """One open loop; returns when all its requests have ended."""
+    """Run one open loop, until all its requests have ended."""
     run = Run(
         url=url,
         model=find_server(url, None, None).model,
@@ -98,7 +99,7 @@ def under_load(clients: Clients, url: str, rate_per_s: float, seconds: float, se
 def measure_excess(
     clients: Clients, rates: Sequence[float], seconds: float, flags: list[str], log: int
 ) -> bool:
-    """Print the table. Whether both bars are met."""
+    """Measure the excess load, and print the table. Returns whether both bars are met."""
     print(
         "| offered, req/s | goodput, req/s | finished | failed | 429 when prefill has ended | 429 at arrival"
         " | p50 | p99 | most | by the server, p50 | p99 | most |"
@@ -142,7 +143,7 @@ def _row(offered: float, run: Overloaded) -> str:
 def measure_swing(
     clients: Clients, rate: float, seconds: float, flags: list[str], log: int, picture: Path | None
 ) -> bool:
-    """Print the table, draw the picture. Whether the bar is met."""
+    """Measure the swing, print the table and draw the picture. Returns whether the bar is met."""
     print("| policy | std of (prefill - decode load) | of prefill | of decode | goodput, req/s | rejected |")
     print("|---|---|---|---|---|---|", flush=True)
     runs: dict[Overload, Overloaded] = {}
@@ -165,7 +166,7 @@ def measure_swing(
 
 
 def draw(runs: dict[Overload, Overloaded], seconds: float, path: Path) -> None:
-    """Both loads over time, as in the paper's Figures 9 and 10."""
+    """Draw both loads over time, as in the paper's Figures 9 and 10."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.4 * len(runs)), layout="constrained")
@@ -181,7 +182,7 @@ def draw(runs: dict[Overload, Overloaded], seconds: float, path: Path) -> None:
 
 
 def main() -> None:
-    """Exit code 1 if a bar is not met."""
+    """Run the measurements that are asked for, and exit with 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.overload",
         description=__doc__,

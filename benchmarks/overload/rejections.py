@@ -1,4 +1,4 @@
-"""How soon refused requests have their 429: as clients see it, and as the server does.
+"""The times until rejected requests get their 429, as clients and as the server measure them.
 
 Owns: which 429s were decided at arrival, the server's histogram. Does not know: how requests are sent.
 """
@@ -12,27 +12,28 @@ import numpy as np
 from benchmarks.tools.load.outcomes import Kind, Outcome
 
 _AT_ARRIVAL = "the cluster is overloaded"
-"""Beginning of the Conductor's rejections at arrival; later refusals have another text."""
+"""The beginning of the text of rejections at arrival; later rejections have another text."""
 _HISTOGRAM = "mooncake_time_to_rejection_seconds_bucket"
 
 
 class Rejections(NamedTuple):
-    """Seconds to each 429, since it was sent. The server's counts, by upper bound, are of all of them."""
+    """Seconds from a request to its 429. The server's counts, by upper bound in seconds, include all
+    rejections."""
 
     at_arrival_s: list[float]
     later_s: list[float]
     servers: dict[float, int]
 
     def percentiles_s(self) -> list[float]:
-        """Times of rejections at arrival: p50, p99 and the longest; empty without any."""
+        """Return p50, p99 and the longest time of rejections at arrival; empty without any."""
         if not self.at_arrival_s:
             return []
         return [float(value) for value in np.percentile(self.at_arrival_s, [50, 99, 100])]
 
     def servers_bound_s(self, share: float) -> float | None:
-        """Return the time within which the server had answered this share of rejections at arrival.
+        """Return the time within which the server had decided this share of the rejections at arrival.
 
-        The quickest ones count; None without any.
+        The quickest of all rejections are taken to be those at arrival. None without any.
         """
         num_at_arrival = len(self.at_arrival_s)
         bounds = [bound for bound, count in sorted(self.servers.items()) if count >= share * num_at_arrival]
@@ -40,7 +41,8 @@ class Rejections(NamedTuple):
 
 
 def rejections(outcomes: Iterable[Outcome], before: dict[float, int], after: dict[float, int]) -> Rejections:
-    """Return the rejections of one run; `before` and `after` it: `servers_histogram`."""
+    """Return the rejections of one run. `before` and `after` are the results of `servers_histogram` around
+    the run."""
     rejected = [outcome for outcome in outcomes if outcome.kind is Kind.REJECTED]
     return Rejections(
         _seconds(outcome for outcome in rejected if _AT_ARRIVAL in outcome.error),
@@ -54,7 +56,7 @@ def _seconds(outcomes: Iterable[Outcome]) -> list[float]:
 
 
 def servers_histogram(url: str) -> dict[float, int]:
-    """Rejections so far that took at most so many seconds, by these."""
+    """Return the number of rejections so far by upper bound of their time in seconds."""
     lines: Sequence[str] = httpx.get(f"{url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
     found = [line.rsplit(" ", 1) for line in lines if line.startswith(_HISTOGRAM)]
     return {float(name.split('le="')[1].split('"')[0]): int(float(count)) for name, count in found}

@@ -16,7 +16,7 @@ STAGES = ("prefill", "decode")
 
 
 class LoadSampler:
-    """A context manager: samples `mooncake_stage_load` of both stages from beginning to end."""
+    """A context manager that samples `mooncake_stage_load` of both stages."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -29,14 +29,14 @@ class LoadSampler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raises what has kept it from sampling."""
+        """Stop sampling. Raises the error that has ended it early."""
         self._is_over.set()
         with self._thread:
             self._sampling.result()
 
     @property
     def rows(self) -> "np.ndarray[Any, Any]":
-        """Seconds since the beginning, prefill's load, decode's load."""
+        """The samples: seconds since the beginning, prefill's load, decode's load."""
         return np.array(self._rows).reshape(-1, 3)
 
     def _run(self) -> None:
@@ -50,6 +50,6 @@ class LoadSampler:
 
 
 def swing(rows: "np.ndarray[Any, Any]", from_s: float, to_s: float) -> float:
-    """The standard deviation of (prefill load - decode load) between two times."""
+    """Return the standard deviation of (prefill load - decode load) between two times."""
     within = rows[(rows[:, 0] >= from_s) & (rows[:, 0] < to_s)]
     return float((within[:, 1] - within[:, 2]).std())

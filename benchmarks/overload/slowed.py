@@ -1,4 +1,4 @@
-"""`mooncake-serve` with workers that take their time: a tiny model's passes, as long as a larger one's.
+"""`mooncake-serve` with slowed workers: a tiny model's passes take as long as a larger one's.
 
     python -m benchmarks.overload.slowed MODEL_FOLDER [mooncake-serve flags]
 
@@ -40,7 +40,7 @@ _CONFIG = {
 
 
 def write_model(folder: Path) -> None:
-    """Write a model without weights, which are drawn; its tokens are bytes."""
+    """Write a model without weights, which are drawn at random. Its tokens are bytes."""
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
@@ -50,7 +50,7 @@ def write_model(folder: Path) -> None:
 
 
 def use_slow_workers() -> None:
-    """Give slow workers to the nodes that this process supervises."""
+    """Make the nodes that this process supervises use slowed workers."""
     child_spec: Any = node.ChildSpec
 
     def with_slow_worker(name: str, module: str, *arguments: Any, **options: Any) -> Any:

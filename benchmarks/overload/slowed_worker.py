@@ -1,6 +1,6 @@
 """A worker process whose passes last as long as a larger model's. Started by `slowed`.
 
-Owns: what passes take. Does not know: the load.
+Owns: the durations of passes. Does not know: the load.
 """
 
 import time
@@ -18,11 +18,12 @@ from workers.process.service import serve
 
 PREFILL_TOKEN_S = 0.25e-3
 ITERATION_S, REQUEST_S = 0.02, 0.001
-"""Seconds of an iteration, and of what each request adds to it."""
+"""The seconds of an iteration, and those that each request adds."""
 
 
 def slow_down() -> None:
-    """All passes of this process from now on. The device thread sleeps, and leaves the core to others."""
+    """Slow down all passes of this process from now on. The device thread sleeps, and leaves the core to
+    others."""
     prefill, decode = Executor.prefill, Executor.decode
 
     def slow_prefill(

@@ -18,7 +18,7 @@ from workers.execution.weights import iter_weights
 
 
 def hf_directory(checkpoint: Checkpoint, folder: Path) -> Path:
-    """The directory of a .gguf `checkpoint` below `folder`, written once."""
+    """Return the Hugging Face directory of a .gguf `checkpoint` below `folder`, written once."""
     directory = folder / f"{checkpoint.name}-{checkpoint.weights_digest[:16]}"
     if not directory.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from benchmarks.kvstore.mooncake_store import PeerError
 
 
 def run(package: str, command: list[str], environment: Mapping[str, str]) -> str:
-    """What it prints. Raises PeerError with the last line of its complaint."""
+    """Run a command, and return its output. Raises PeerError with the last line of its error output."""
     done = subprocess.run(command, capture_output=True, text=True, env=dict(environment))
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -25,14 +25,15 @@ from mooncake.model.checkpoint import open_checkpoint
 
 PACKAGE = f"transformers[serving]=={importlib.metadata.version('transformers')}"
 _A_WORD = re.compile("Ġ[a-z]{2,}")
-"""Pattern of a token that is a word after a space."""
+"""The pattern of a token that is a word after a space."""
 _MEMORY_SHARE = 0.1
-"""Share of the machine's free memory for KVCache; by default it takes most, which other servers need."""
+"""The share of the machine's free memory for KVCache. By default the server takes most of it, which other
+servers need."""
 _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
 
 
 class TransformersServe:
-    """An installation beside the default model, in a peer's directory."""
+    """An installation of `transformers serve`, and the default model, in a peer's directory."""
 
     def __init__(self, home: Path, cores: str) -> None:
         """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`."""
@@ -42,11 +43,11 @@ class TransformersServe:
 
     @property
     def model(self) -> Path:
-        """The default model in the form that it reads, written once."""
+        """The default model as a Hugging Face directory, written once."""
         return hf_directory(open_checkpoint(None), self._home / "models")
 
     def install(self) -> None:
-        """Done once. Raises PeerError."""
+        """Install the package, once. Raises PeerError."""
         marker = self._venv / "installed"
         if marker.exists() and marker.read_text() == PACKAGE:
             return
@@ -77,12 +78,12 @@ class TransformersServe:
         ]
 
     def client(self, url: str) -> "TextClient":
-        """Return a client for its server there."""
+        """Return a client for the server at `url`."""
         return TextClient(url, self.model)
 
 
 class TextClient:
-    """Sends completions with prompts of random words, each a token: it takes text only."""
+    """A client that sends prompts of random words, each one token, as the server takes text only."""
 
     def __init__(self, url: str, model: Path) -> None:
         self._http = httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64))
@@ -107,7 +108,7 @@ class TextClient:
 
 
 def _num_tokens(event: dict[str, dict[str, int]], num_prompt_tokens: int) -> int:
-    """Counted by the server, in the last event."""
+    """Return the number of tokens that the server reports in the last event; 0 for other events."""
     usage = event.get("usage")
     if usage is None:
         return 0

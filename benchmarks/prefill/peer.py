@@ -1,4 +1,4 @@
-"""The computation of a prefill alone, on one core: ours against vLLM's build for CPUs, offline.
+"""The computation of a prefill alone on one core: our engine beside vLLM's build for CPUs, offline.
 
 Owns: our side, the comparison, its table and bar. Does not know: how the peer is installed and run.
 """
@@ -37,7 +37,7 @@ class Side(Protocol):
 
 
 class Engine:
-    """Ours: the default model, chunk by chunk as a worker computes it, on the thread that calls."""
+    """Our engine: the default model, computed chunk by chunk as in a worker, on the calling thread."""
 
     def __init__(self, most_tokens: int) -> None:
         checkpoint = open_checkpoint(None)
@@ -75,9 +75,9 @@ def on_core(core: int) -> Iterator[None]:
 
 
 def beside_vllm(num_rounds: int, sizes: Sequence[int], home: Path) -> bool:
-    """Whether the bar is met. Raises PeerError.
+    """Compare both engines. Returns whether the bar is met. Raises PeerError.
 
-    Both compute on the same core, in turn. vLLM's process that only hands prompts on may use others.
+    Both compute on the same core, in turn. The process of vLLM that only passes prompts on may use others.
     """
     core = min(os.sched_getaffinity(0))
     peer = VllmCpu(home, str(core))

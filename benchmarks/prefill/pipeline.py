@@ -17,11 +17,11 @@ MIN_SPEEDUP = {4096: 1.7, 8160: 1.8}
 MIN_OF_BOUND = 0.92
 MAX_EXTRA, SHORT = 0.03, 128
 SHORT_ROUNDS = 40
-"""Prompts of `SHORT` tokens in each round: each takes so little time."""
+"""Prompts of `SHORT` tokens in each round, as each takes little time."""
 
 
 class Measured:
-    """Times by number of stages, and the passes of the last prompt of each."""
+    """Seconds by number of stages, and the passes of the last prompt of each."""
 
     def __init__(self) -> None:
         self.times: defaultdict[int, list[float]] = defaultdict(list)
@@ -32,7 +32,7 @@ class Measured:
 
 
 async def measure_size(rig: Rig, num_tokens: int, num_rounds: int, rng: random.Random) -> Measured:
-    """Both in turn."""
+    """Measure one stage and several in turn."""
     measured = Measured()
     for number in range(num_rounds * (SHORT_ROUNDS if num_tokens == SHORT else 1)):
         order = sorted(rig.instances, reverse=bool(number % 2))
@@ -45,7 +45,7 @@ async def measure_size(rig: Rig, num_tokens: int, num_rounds: int, rng: random.R
 
 
 async def pipeline(num_stages: int, num_rounds: int, sizes: Sequence[int], chunks: str, folder: Path) -> bool:
-    """Whether all bars are met. Timelines go to `folder`."""
+    """Measure all sizes. Returns whether all bars are met. Timelines are written to `folder`."""
     rng = random.Random(0)
     is_met = True
     print(f"| tokens | one stage | {num_stages} stages, {chunks} chunks | speedup | chunks | of the bound |")

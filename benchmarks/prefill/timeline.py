@@ -23,7 +23,8 @@ class Computed(NamedTuple):
 
 
 def passes_of(lines: Sequence[str]) -> list[Computed]:
-    """What traced workers have written, in order of time; stages are numbered by their layers."""
+    """Return the passes that traced workers have recorded, in order of time. Stages are numbered by their
+    layers."""
     found = [json.loads(line) for line in lines]
     first_layers = sorted({told["first_layer"] for told in found})
     passes = [
@@ -36,7 +37,7 @@ def passes_of(lines: Sequence[str]) -> list[Computed]:
 
 
 def write_chrome_trace(passes: Sequence[Computed], path: Path) -> None:
-    """One row a stage, times in microseconds from the first pass on."""
+    """Write a Chrome trace with one row for each stage, in microseconds from the first pass on."""
     origin_s = passes[0].begin_s
     events: list[dict[str, object]] = [
         {
@@ -57,7 +58,8 @@ def write_chrome_trace(passes: Sequence[Computed], path: Path) -> None:
 
 
 def draw(passes: Sequence[Computed], title: str, path: Path) -> None:
-    """One row a stage, one bar a pass with the number of its tokens; the format is the path's suffix."""
+    """Draw one row for each stage, with one bar for each pass and its number of tokens. The suffix of `path`
+    is the format."""
     origin_s = passes[0].begin_s
     num_stages = 1 + max(p.stage for p in passes)
     figure = Figure(figsize=(11, 0.8 + 0.55 * num_stages), layout="constrained")

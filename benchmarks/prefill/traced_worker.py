@@ -1,5 +1,5 @@
-"""A worker that writes down when it computed which pass: one JSON line each, to the file that
-`BENCH_TRACE` names. Otherwise the product's own.
+"""A worker that records its passes and their times: a JSON line each, in the file that `BENCH_TRACE` names.
+Otherwise it is the product's.
 
 Owns: the stopwatch. Does not know: what is compared.
 """

@@ -1,1 +1,1 @@
-"""What the papers published, beside what this system does in the simulator."""
+"""The papers' published results beside this system's in the simulator."""

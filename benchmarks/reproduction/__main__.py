@@ -2,8 +2,9 @@
 
     .venv/bin/python -m benchmarks.reproduction TRACE.jsonl.gz [--only scheduling,overload]
 
-The page is always of one run of all. With `--only` what was found is printed instead. Exit code 1: an
-experiment has failed; the others have been run, and the page names those that failed.
+The page is always made by one run of all experiments. With `--only` the findings are printed instead. The
+exit code is 1 if an experiment has failed; the others are run nevertheless, and the page names those that
+failed.
 """
 
 import argparse
@@ -92,9 +93,9 @@ def main() -> None:
 
 
 def run_all(chosen: Sequence[Experiment], trace: Trace, folder: Path, num_processes: int) -> dict[str, Found]:
-    """Run the experiments, the longest first, and return what they found, by name.
+    """Run the experiments, the longest first, and return their findings by name.
 
-    What fails is told and lacks. Pictures are put into `folder`.
+    An experiment that fails is reported and left out. Pictures are written to `folder`.
     """
     found: dict[str, Found] = {}
     longest_first = sorted(chosen, key=lambda experiment: -experiment.cost)
@@ -117,7 +118,7 @@ def run_all(chosen: Sequence[Experiment], trace: Trace, folder: Path, num_proces
 
 
 def _collect_rarely() -> None:
-    """Look for garbage less often, which takes a sixth of the time of a simulation otherwise."""
+    """Collect garbage less often, which otherwise takes a sixth of the time of a simulation."""
     gc.set_threshold(1_000_000, 20, 100)
 
 

@@ -1,5 +1,5 @@
-"""What an experiment is: a table of published values beside ours, and a remark that says where they differ
-and why.
+"""The form of an experiment: a table of published values beside ours, and a remark that says where they
+differ and why.
 
 Owns: the vocabulary, and how an experiment is written down. Does not know: any experiment.
 """
@@ -17,20 +17,20 @@ from benchmarks.tools.traces.replay import TICK_S, at_speed, jittered
 from benchmarks.tools.traces.request import TraceRequest
 
 SWEEP_REQUESTS = 3000
-"""First requests of the trace, which stand for it where many loads are compared."""
+"""The number of first requests of the trace that stand for the whole trace where many loads are compared."""
 SEED = 0
 
 Cell = str | float | None
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Numbers are shown with three digits; None where nothing was published."""
+    """A table. Numbers are shown with three digits, None (where nothing was published) as an empty cell."""
 
     header: list[str]
     rows: list[list[Cell]]
 
     def markdown(self) -> str:
-        """The whole table in Markdown."""
+        """Return the whole table in Markdown."""
         lines = ["| " + " | ".join(self.header) + " |", "|---" * len(self.header) + "|"]
         lines += ["| " + " | ".join(map(_shown, row)) + " |" for row in self.rows]
         return "\n".join(lines)
@@ -45,15 +45,15 @@ def _shown(cell: Cell) -> str:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What an experiment has found."""
+    """The findings of an experiment."""
 
     tables: list[Table]
     pictures: list[str] = []
-    """Names of files in the folder that the experiment was given."""
+    """Names of the written files in the experiment's folder."""
 
 
 def text_of(setup: Setup) -> str:
-    """Instances and model, for settings."""
+    """Return instances and model as text, for settings."""
     return f"{setup.name}, {setup.model}"
 
 
@@ -64,7 +64,7 @@ def number(cell: Cell) -> float:
 
 
 def always(text: str) -> Callable[[Outcome], str]:
-    """A remark without figures that another run could change."""
+    """Return a function that makes a remark without figures, which no other run could change."""
     return lambda outcome: text
 
 
@@ -77,22 +77,23 @@ class Trace:
     def load(
         self, speed: float = 1.0, num_requests: int | None = None, seed: int = SEED
     ) -> Iterator[TraceRequest]:
-        """Yield the trace's first requests, without the ticks of its clock: `seed` draws where in a tick."""
+        """Yield the trace's first requests, each at a time within its tick of the trace's clock that `seed`
+        draws."""
         requests = islice(jittered(TraceFile(self.path), TICK_S, seed), num_requests)
         return at_speed(requests, speed)
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`run(trace, folder)` may write pictures into the folder. `remark` is made from what was found, so that
-    it is true of the figures beside it."""
+    """An experiment. `run(trace, folder)` may write pictures into the folder. `remark` is made from the
+    findings, so that it is true of the figures beside it."""
 
     name: str
     title: str
     published: str
-    """Where the result was published, and what in a sentence."""
+    """Where the result was published, and the result in a sentence."""
     setting: str
     remark: Callable[[Outcome], str]
     run: Callable[[Trace, Path], Outcome]
     cost: float = 1.0
-    """Cost in relation to others: the one that takes longest begins first."""
+    """The cost relative to other experiments. The longest experiment begins first."""

@@ -1,4 +1,4 @@
-"""The page docs/reproduction.md, from what the experiments of one run have found.
+"""The page docs/reproduction.md, made of the findings of one run.
 
 Owns: the page. Does not know: how anything was found.
 """
@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.reproduction.experiment import Experiment, Outcome
 
 PICTURES = "reproduction"
-"""Folder of the pictures, beside the page."""
+"""The folder of the pictures, beside the page."""
 
 _HEAD = """\
 # Published results, reproduced
@@ -49,7 +49,7 @@ _NOT_REPRODUCED = """\
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What one experiment found, in so many seconds."""
+    """The findings of one experiment, and its seconds."""
 
     outcome: Outcome
     seconds: float
@@ -68,7 +68,7 @@ class Run(msgspec.Struct, frozen=True):
 def write_page(
     experiments: Sequence[Experiment], found: Mapping[str, Found], run: Run, results: Path, page: Path
 ) -> None:
-    """What has failed is only named. Pictures are taken from `results`."""
+    """Write the page. Failed experiments are only named. Pictures are taken from `results`."""
     parts = [_HEAD, _stamp(run)]
     if failed := [f"`{experiment.name}`" for experiment in experiments if experiment.name not in found]:
         parts.append(f"**Failed in this run: {', '.join(failed)}.**\n")

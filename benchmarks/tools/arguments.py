@@ -1,6 +1,6 @@
-"""Types of options that the commands here share.
+"""Types of options that these commands share.
 
-Owns: these. Does not know: any command.
+Owns: these types. Does not know: any command.
 """
 
 import argparse
@@ -14,7 +14,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
@@ -22,12 +22,12 @@ def positive(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """A finite number, 0 or above."""
+    """Parse a finite number, 0 or above."""
     return 0.0 if _number(text) == 0 else positive(text)
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     value = _number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text}")
@@ -35,7 +35,7 @@ def share(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """1 or more."""
+    """Parse an integer, 1 or above."""
     try:
         value = int(text)
     except ValueError:
@@ -53,7 +53,7 @@ def _number(text: str) -> float:
 
 
 def counts(module: str, *names: str) -> list[int]:
-    """What `module` is called with: one count for each of `names`."""
+    """Parse the command line of `module`: one count for each of `names`."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     for name in names:
         parser.add_argument(name, type=count)
@@ -61,7 +61,7 @@ def counts(module: str, *names: str) -> list[int]:
 
 
 def lengths(text: str) -> tuple[int, int]:
-    """Tokens in and out, each 1 or more: `128/64`."""
+    """Parse the tokens of a prompt and of its answer, each 1 or more: `128/64`."""
     try:
         num_input, num_output = map(int, text.split("/"))
     except ValueError:
@@ -70,7 +70,7 @@ def lengths(text: str) -> tuple[int, int]:
 
 
 def one_of(choices: type[Choice]) -> Callable[[str], Choice]:
-    """Return the parser of an option's value: a choice by its value."""
+    """Return the parser of an option whose choices are values of an enumeration."""
 
     def choice(text: str) -> Choice:
         try:

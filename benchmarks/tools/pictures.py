@@ -21,7 +21,7 @@ _NUM_LEGEND_COLUMNS = 2
 
 
 class Latencies(NamedTuple):
-    """Latencies of one run in seconds, of all its `num_requests` that have a value."""
+    """Latencies of one run in seconds, of those of its `num_requests` that have a value."""
 
     label: str
     ttft_s: Sequence[float]
@@ -32,7 +32,8 @@ class Latencies(NamedTuple):
 def latencies_figure(
     runs: Sequence[Latencies], ttft_slo_s: float | None, tbt_slo_s: float | None
 ) -> "Figure":
-    """CDFs of TTFT and TBT; shares are of all requests: one that was rejected or failed never gets there."""
+    """Draw CDFs of TTFT and TBT. Shares are of all requests, so rejected and failed ones keep a curve below
+    1."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5), layout="constrained")
@@ -57,7 +58,8 @@ def latencies_figure(
 
 
 def goodput_figure(curves: Mapping[str, Iterable[tuple[float, float]]]) -> "Figure":
-    """Goodput against the rate of the requests that arrived, both in requests a second, a curve a name."""
+    """Draw goodput against the rate at which requests arrived, both in requests a second: one curve for each
+    name."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 5), layout="constrained")
@@ -75,12 +77,12 @@ def goodput_figure(curves: Mapping[str, Iterable[tuple[float, float]]]) -> "Figu
 
 
 class Bars(NamedTuple):
-    """One panel: the values of each side, by name, one for each of the groups that all panels share."""
+    """One panel: the values of each side by name, one for each group. All panels have the same groups."""
 
     title: str
     by_side: Mapping[str, Sequence[float]]
     limit: float | None
-    """Value at which a line is drawn."""
+    """The value at which a line is drawn; None for no line."""
 
 
 def bars_figure(groups: Sequence[str], panels: Sequence[Bars]) -> "Figure":
@@ -105,7 +107,7 @@ def bars_figure(groups: Sequence[str], panels: Sequence[Bars]) -> "Figure":
 
 
 def _widths(num_curves: int) -> list[float]:
-    """A width for each curve, each narrower than the one drawn before it, so that none is covered."""
+    """Return a width for each curve, each narrower than the one drawn before it, so that none is hidden."""
     step = min(_STEP, _WIDEST / max(1, num_curves - 1))
     return [_NARROWEST + step * below for below in reversed(range(num_curves))]
 
@@ -131,6 +133,6 @@ def _label_in_ms(axes: "Axes", shown_ms: Sequence[float]) -> None:
 
 
 def _legend_below(figure: "Figure", axes: "Axes") -> None:
-    """A legend that covers no curve."""
+    """Draw a legend that hides no curve."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=_NUM_LEGEND_COLUMNS, fontsize="small")

@@ -17,7 +17,7 @@ from benchmarks.report import Found, Report
 
 NUM_TOKENS = 800
 _MOST_MORE_BYTES = 256 << 20
-"""Memory of the device that may be taken after a kill, beyond what was before."""
+"""Bytes of device memory by which a restarted worker may exceed the memory taken before it was killed."""
 
 
 class Changes:
@@ -56,7 +56,7 @@ class Changes:
         )
 
     def _while_streaming(self, change: Callable[[], str], salt: str, *, at_once: bool = False) -> Found:
-        """Make the change `at_once` or when all requests are being decoded, and compare their answers."""
+        """Make the change while all requests are being decoded, or `at_once`, and compare their answers."""
         with ThreadPoolExecutor(len(self._prompts)) as threads:
             asked: list[Future[Answer]] = [
                 threads.submit(self._cluster.ask, prompt, NUM_TOKENS, cache_salt=salt)
@@ -133,7 +133,7 @@ class Changes:
         return self._while_streaming(drain, "drain")
 
     def _kill(self, victim: str | None) -> Found:
-        """Kill a worker with prompts in flight; None: the busiest decode instance while it decodes."""
+        """Kill a worker with prompts in flight; with None the busiest decode instance while it decodes."""
         free_bytes = self._free_bytes()
 
         def kill() -> str:

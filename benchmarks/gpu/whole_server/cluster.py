@@ -1,4 +1,4 @@
-"""A server of a random model as a child process, and what clients and operators see of it.
+"""A server of a random model as a child process, as clients and operators see it.
 
 Owns: its process, its log, requests, metrics, orders. Does not know: what is checked.
 """
@@ -22,14 +22,14 @@ from benchmarks.servers import END_DEADLINE_S, ServerError, free_port
 from benchmarks.serving import our_command
 
 DEADLINE_S = 45.0
-"""Seconds for an answer, and for each event of a stream. A worker that was killed is back before."""
+"""Seconds for an answer, and for each event of a stream. A killed worker is restarted sooner."""
 _MOST_DEATHS = 3
 _ROOT = Path(__file__).resolve().parents[3]
 
 
 class Answer(NamedTuple):
-    """One choice: its tokens, their logprobs (empty if they were not asked for), when each event came, in
-    seconds after the request, and how much of the prompt was reused."""
+    """One choice: its tokens, their logprobs (empty if not asked for), the seconds from the request to each
+    event, and the reused tokens of the prompt."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 
 class Cluster:
-    """A running `mooncake-serve --role all`. Everything raises an error after `DEADLINE_S`."""
+    """A running `mooncake-serve --role all`. Every method raises an error after `DEADLINE_S`."""
 
     def __init__(self, name: str, folder: Path, flags: Sequence[str]) -> None:
         """Start a server, without waiting. Its log is `folder/NAME.log`."""
@@ -65,7 +65,7 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        """End the server, whatever state it is in."""
+        """End the server, whatever its state."""
         self._http.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -113,7 +113,7 @@ class Cluster:
         return self._http.post(path, json=content)
 
     def body(self, prompt: Sequence[int], num_tokens: int, **fields: object) -> dict[str, object]:
-        """Return a greedy completion of exactly so many tokens."""
+        """Return the body of a request for a greedy completion of exactly `num_tokens` tokens."""
         return {
             "model": "model",
             "prompt": list(prompt),
@@ -125,7 +125,8 @@ class Cluster:
         }
 
     def events(self, content: dict[str, object]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream. One that is left early hangs up. Raises RuntimeError for an error."""
+        """Yield the events of a stream. A stream that is left early is closed. Raises RuntimeError for an
+        error."""
         with self._http.stream("POST", "/v1/completions", json={**content, "stream": True}) as response:
             if response.status_code != 200:
                 raise RuntimeError(f"{response.status_code} {response.read()[:300].decode()}")
@@ -165,7 +166,7 @@ class Cluster:
     # -- what operators see and order ---------------------------------------------------------------
 
     def metrics(self, name: str, *labels: str) -> dict[str, float]:
-        """Return the samples of a metric that have all these `label="value"`, by all their labels."""
+        """Return the samples of a metric that have all of these labels, by the text of their labels."""
         text = self._http.get("/metrics").text
         found = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
         return {of: float(value) for of, value in found if all(label in of for label in labels)}
@@ -182,7 +183,7 @@ class Cluster:
         return {one["name"]: one for one in answer.json()["instances"]}
 
     def running(self) -> list[tuple[str, str]]:
-        """Return the requests that are being decoded, and where."""
+        """Return the requests that are being decoded, with their instances."""
         state = self._http.get("/dashboard/state").json()
         return [
             (of["id"], of["decode"])
@@ -191,7 +192,7 @@ class Cluster:
         ]
 
     def pid_of(self, name: str) -> int:
-        """Return the process of a worker such as `decode-0`."""
+        """Return the process id of a worker such as `decode-0`."""
         parent = self.process.pid
         for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -200,7 +201,7 @@ class Cluster:
         raise RuntimeError(f"no process of {name}")
 
     def idle(self) -> Found:
-        """Whether no request is left, and all device pages are free again; waits for it."""
+        """Wait until no request is left and all device pages are free again, and return that as a finding."""
 
         def is_idle() -> bool:
             free, pages = (
@@ -214,7 +215,7 @@ class Cluster:
 
 
 def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> float:
-    """Return the seconds until it holds. Raises RuntimeError."""
+    """Wait until a condition holds, and return the seconds that took. Raises RuntimeError."""
     began_s = time.monotonic()
     while not condition():
         if time.monotonic() - began_s > deadline_s:

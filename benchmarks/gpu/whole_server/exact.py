@@ -12,7 +12,7 @@ from benchmarks.report import Found, Report
 
 NUM_TOKENS = 24
 LENGTHS = (1, 63, 64, 65, 200, 700, 1500)
-"""Around blocks of 64 tokens, and of one to six passes of 256."""
+"""Lengths of prompts: around blocks of 64 tokens, and of one to six passes of 256."""
 SHORT_LENGTHS = (5, 64, 130, 257, 390)
 FILLER_LEN = 1500
 
@@ -32,7 +32,7 @@ class Exactness:
         return [self._rng.randrange(1, self._vocab_size) for _ in range(length)]
 
     def pair(self) -> None:
-        """Prompts by a prefill instance, whose KVCache goes to a decode instance."""
+        """Check prompts of a prefill instance, whose KVCache goes to a decode instance."""
         self._compare("a prefill and a decode instance", self.prompts, num_at_once=1)
         self._compare("prefix hits", self.prompts, num_at_once=1, hits=True)
         self._second_turns()
@@ -40,7 +40,7 @@ class Exactness:
         self._report.check("hits on SSD", self._ssd)
 
     def coupled(self) -> None:
-        """Prompts by the instance that decodes."""
+        """Check prompts that the decode instance computes itself."""
         self._compare("an instance with both roles", self.prompts, num_at_once=1)
         self._compare("both roles, prefix hits", self.prompts, num_at_once=1, hits=True)
         self._compare("both roles, 32 at once", self._short_prompts(32), num_at_once=32)
@@ -61,7 +61,7 @@ class Exactness:
         return Found(is_good, f"{found.figure}; {num_cached} cached tokens")
 
     def _second_turns(self) -> None:
-        """Prompts go on behind answers, whose blocks the decode instances have stored."""
+        """Check prompts that continue answers, whose blocks the decode instances have stored."""
 
         def find() -> Found:
             answers = self._cluster.ask_all(self.prompts, NUM_TOKENS, 1)

@@ -1,6 +1,6 @@
-"""Requests that ask for more than greedy tokens: are their answers well formed.
+"""Requests that ask for more than greedy tokens, and whether their answers are well formed.
 
-Owns: the requests, what is well formed. Does not know: how a server is started.
+Owns: the requests, the form of answers. Does not know: how a server is started.
 """
 
 import json

@@ -21,7 +21,7 @@ NUM_ROUNDS = 5
 
 
 def measure_overlap(report: Report, spec: ModelSpec, dtype: KVDtype, device: str, prompt_len: int) -> None:
-    """Add a row for each way."""
+    """Measure each way, and add a row for it."""
     block_size, chunk = 64, 2048
     num_pages = 2 * -(-prompt_len // block_size) + 8
     setup = Setup(

@@ -25,7 +25,7 @@ class Reference:
     """The model with the weights that the server's instances have, in float32."""
 
     def __init__(self, spec: ModelSpec, device: str, num_tokens: int) -> None:
-        """`num_tokens`: most tokens of a prompt with its answer."""
+        """Make the model. `num_tokens`: tokens of the longest prompt with its answer."""
         layers = range(spec.num_layers)
         self._model = DecoderModel(spec, layers, torch.float32, device, allow_native=False)
         self._model.init_dummy_weights(DUMMY_SEED)
@@ -42,7 +42,8 @@ class Reference:
         return model.logits(hidden[len(prompt) - 1 :]).log_softmax(-1)
 
     def are_alike(self, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]) -> bool:
-        """Whether answers are equal, or part where two tokens are as likely but for rounding."""
+        """Return whether answers are equal, or first differ where both tokens are equally likely up to
+        rounding."""
         if list(answer) == list(other):
             return True
         where = next(index for index, (a, b) in enumerate(zip(answer, other, strict=True)) if a != b)
@@ -50,9 +51,9 @@ class Reference:
         return abs(float(logprobs[answer[where]] - logprobs[other[where]])) <= MOST_ERROR
 
     def compare(self, prompts: Iterable[Sequence[int]], answers: Iterable[Answer]) -> Found:
-        """Whether each token is the likeliest one, or as likely but for rounding, and all logprobs are right.
+        """Check that each token is the likeliest up to rounding, and that all logprobs are right.
 
-        Tokens are compared behind the answer's own tokens, so that one that differs is one error.
+        Tokens are compared behind the answer's own tokens, so that one wrong token counts as one error.
         """
         num_tokens = num_ties = num_wrong = 0
         error = 0.0

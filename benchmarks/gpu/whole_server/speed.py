@@ -23,7 +23,8 @@ class Speed:
         self._rng, self._vocab_size = random.Random(5), vocab_size
 
     def measure(self, prompt_len: int, num_tokens: int, long_len: int) -> None:
-        """`long_len`: the prompt whose prefix is asked for again."""
+        """Measure TTFT, TBT and throughput. `long_len`: tokens of the prompt whose prefix is asked for
+        again."""
         for num_streams in (1, 8, 32):
             for which in ("first burst", "again"):
                 self._report.check(
@@ -72,7 +73,7 @@ class Speed:
         )
 
     def _timed(self, prompt: Sequence[int]) -> tuple[Answer, str]:
-        """Return the answer, and how long each step before decoding took."""
+        """Return the answer, and the seconds that each step before decoding took."""
         before = self._seconds()
         answer = self._cluster.ask(prompt, 8)
         return answer, self._since(before)
@@ -83,7 +84,7 @@ class Speed:
         ]
 
     def _since(self, before: Sequence[float], num_requests: int = 1) -> str:
-        """Return how long each step before decoding has taken since, on average."""
+        """Return the mean seconds that each step before decoding has taken since the earlier totals."""
         times_s = [(now - old) / num_requests for now, old in zip(self._seconds(), before, strict=True)]
         return ", ".join(
             f"{step} {time_s:.3f}" for step, time_s in zip(_STEPS, times_s, strict=True) if time_s > 0

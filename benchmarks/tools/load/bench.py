@@ -1,6 +1,6 @@
 """The runs of one command: each load against each server, in turn.
 
-Owns: their order, the models that servers have, what is shown meanwhile. Does not know: the command line.
+Owns: their order, the models of servers, the progress display. Does not know: the command line.
 """
 
 import json
@@ -27,7 +27,7 @@ _WARM_UP_SEED = 0xC01D
 
 
 class Server(NamedTuple):
-    """`context_len` is None where the server does not say it."""
+    """A server under measurement. `context_len` is None if the server does not report it."""
 
     url: str
     model: str
@@ -35,7 +35,8 @@ class Server(NamedTuple):
 
 
 def find_server(url: str, model: str | None, context_len: int | None) -> Server:
-    """Asks for the server's models; the first one is taken. Raises ClientError, ConfigError."""
+    """Return the server at `url`, with the first of its models by default. Raises ClientError,
+    ConfigError."""
     url = url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is no server's URL, which begins with http:// or https://")
@@ -57,7 +58,7 @@ def find_server(url: str, model: str | None, context_len: int | None) -> Server:
 
 
 class Bench:
-    """Measures `servers` under `loads`. `run` is what all runs have in common."""
+    """The measurements of `servers` under `loads`. `run` has what all runs have in common."""
 
     def __init__(self, servers: Sequence[Server], loads: Sequence[Load], run: Run, num_rounds: int) -> None:
         self._servers, self._loads, self._run, self._num_rounds = servers, loads, run, num_rounds
@@ -68,7 +69,8 @@ class Bench:
     def measure(self, clients: Clients) -> None:
         """Measure every load, round by round; within a round the servers take turns.
 
-        Each round begins with another server. Ctrl-C ends the run, with what there is. Raises ClientError.
+        Each round begins with another server. Ctrl-C ends the run, and keeps the results so far. Raises
+        ClientError.
         """
         for server in self._servers:
             self._warm_up(clients, self._at(server))
@@ -99,7 +101,8 @@ class Bench:
         return [result.outcomes for result in self._results.values()]
 
     def _warm_up(self, clients: Clients, run: Run) -> None:
-        """Connections, first allocations, and whether it answers at all. Raises ClientError."""
+        """Send a few requests, which open connections and show whether the server answers. Raises
+        ClientError."""
         seed = run.seed + _WARM_UP_SEED
         result = clients.run(
             replace(run, concurrency=1, seed=seed, num_requests=NUM_WARM_UP, duration_s=None), lambda _: None

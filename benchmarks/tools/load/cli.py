@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     options.command_line = shlex.join(["mooncake-bench", *arguments])
     return exit_code(lambda: options.command(options))
@@ -119,7 +119,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    """Raises TraceError, ConfigError."""
+    """Return the source that the options describe. Raises TraceError, ConfigError."""
     if options.trace is not None:
         trace = TraceFile(options.trace)
         for _ in trace:  # told before anything is sent
@@ -135,7 +135,7 @@ def _source(options: argparse.Namespace) -> Source:
 
 
 def _loads(options: argparse.Namespace, source: Source) -> list[Load]:
-    """Raises ConfigError."""
+    """Return the loads that the options describe. Raises ConfigError."""
     if options.concurrency:
         return [Load(f"concurrency {number}", None, number) for number in options.concurrency]
     if isinstance(source, TraceSource):

@@ -1,6 +1,6 @@
-"""Sends one completion and times its answer.
+"""A client that sends one completion and times its answer.
 
-Owns: HTTP, the event stream. Does not know: when requests are due, and what the times mean together.
+Owns: HTTP, the event stream. Does not know: when requests are due, what the times mean together.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Planned, Run
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-"""Variable of the server's API key; command lines can be read by others."""
+"""The environment variable with the server's API key, as other users can read command lines."""
 LOGGED_CHARS = 300
 REJECTED = 429
 
@@ -46,11 +46,11 @@ class _Chunk(msgspec.Struct):
 
 
 class AnswerError(Exception):
-    """An answer that is not what was asked for."""
+    """An answer differs from what the request asked for."""
 
 
 class EventStream:
-    """The payloads of server-sent events, from bytes that are cut anywhere."""
+    """A parser of server-sent events, from bytes that are cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -66,8 +66,8 @@ class EventStream:
 class Answer:
     """One streamed answer so far. Times are of `time.monotonic`.
 
-    A server that does not say which tokens an event has is taken to send one with each; at the end `usage`
-    says how many there were, and those that came along with others had no gap of their own.
+    An event without token ids counts as one token. At the end `usage` has the true number of tokens; tokens
+    that came together with others have gaps of 0.
     """
 
     _decode = msgspec.json.Decoder(_Chunk).decode
@@ -81,7 +81,7 @@ class Answer:
         self._num_counted = 0
 
     def hear(self, payload: bytes, now_s: float) -> None:
-        """Raises AnswerError."""
+        """Record an event. Raises AnswerError."""
         if payload == b"[DONE]":
             self.is_complete = True
             return
@@ -110,13 +110,13 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Before each token but the first."""
+        """The seconds before each token but the first."""
         num_gaps = max(0, self.num_tokens - 1)
         return (self._gaps_s + [0.0] * (num_gaps - len(self._gaps_s)))[:num_gaps]
 
 
 class Client:
-    """Connections to one server, as many as are needed. A context manager."""
+    """A context manager of the connections to one server, as many as are needed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -138,7 +138,7 @@ class Client:
         await self._http.close()
 
     def body(self, request: Planned) -> bytes:
-        """What is sent, made before it is due."""
+        """Return the body of a request, made before the request is due."""
         prompt = self._prompts.text(request) if self._run.as_text else self._prompts.tokens(request)
         ignore_eos = {"ignore_eos": True} if self._run.ignore_eos else {}
         return msgspec.json.encode(
@@ -154,8 +154,8 @@ class Client:
         )
 
     async def send(self, request: Planned, body: bytes, start_s: float, due_s: float) -> Outcome:
-        """Send now; `start_s` and `due_s` are of `time.monotonic`. Whoever cancels it gets an outcome,
-        too."""
+        """Send a request now, and return its outcome, even if cancelled. `start_s` and `due_s` are of
+        `time.monotonic`."""
         sent_s = time.monotonic()
         answer = Answer()
         kind, error = Kind.FINISHED, ""
@@ -198,7 +198,7 @@ class Client:
                 answer.hear(payload, now_s)
 
     def _check(self, answer: Answer, request: Planned) -> None:
-        """Raises AnswerError."""
+        """Check that an answer is complete. Raises AnswerError."""
         if not answer.is_complete or answer.first_token_s is None:
             raise AnswerError(f"the stream ended after {answer.num_tokens} tokens, without [DONE]")
         if self._run.ignore_eos and answer.num_tokens != request.num_output_tokens:

@@ -1,7 +1,7 @@
 """The client processes, and the messages between them and the run's process.
 
-Each makes the whole load and sends its share, so requests do not pass between processes, only outcomes.
-All start by the machine's monotonic clock.
+Each process generates the whole load and sends its share of it, so that only outcomes pass between processes.
+All start at the same time of the machine's monotonic clock.
 
 Owns: the processes and their messages. Does not know: what is sent, what outcomes mean.
 """
@@ -26,12 +26,12 @@ from mooncake.errors import MooncakeError
 
 FLUSH_S = 0.2
 HEAD_START_S = 0.2
-"""Seconds from the order to start until the first request may be due."""
+"""Seconds from the order to start to the first time at which a request may be due."""
 READY_TIMEOUT_S = 60.0
 
 
 class ClientError(MooncakeError):
-    """A client process could not do its share."""
+    """A client process has failed to do its share."""
 
 
 class _Ready(NamedTuple):
@@ -53,7 +53,7 @@ class _Broken(NamedTuple):
 
 
 class Clients:
-    """`num_processes` of them, for one run after the other. A context manager."""
+    """A context manager of `num_processes` client processes, which make one run after the other."""
 
     def __init__(self, num_processes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -81,9 +81,10 @@ class Clients:
             process.join()
 
     def run(self, run: Run, on_news: Callable[[RunResult], None], urls: Sequence[str] = ()) -> RunResult:
-        """Run until all outcomes are there; Ctrl-C ends the run sooner, with the outcomes so far.
+        """Run until all outcomes have come. Ctrl-C ends the run early, with the outcomes so far.
 
-        `urls`: of several servers, which the processes take in turn instead of the run's. Raises ClientError.
+        `urls`: servers among which the processes are divided, in place of the run's server. Raises
+        ClientError.
         """
         result = RunResult()
         for share, connection in enumerate(self._connections):
@@ -113,7 +114,7 @@ class Clients:
     def _gather(
         self, pending: list[Connection], result: RunResult, on_news: Callable[[RunResult], None]
     ) -> None:
-        """Empties `pending`."""
+        """Receive outcomes until all `pending` processes have finished."""
         while pending:
             for connection in wait(pending):
                 assert isinstance(connection, Connection)
@@ -131,7 +132,7 @@ class Clients:
 
 
 def _received(connection: Connection) -> object:
-    """Raises ClientError."""
+    """Return the next message of a client process. Raises ClientError."""
     try:
         message = connection.recv()
     except (EOFError, OSError):
@@ -142,7 +143,7 @@ def _received(connection: Connection) -> object:
 
 
 def client_main(connection: Connection, share: int, num_shares: int) -> None:
-    """A client process. It ends with its parent."""
+    """Run a client process until its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
@@ -192,7 +193,7 @@ class _ClientProcess:
             self._connection.send(_Done(cpu_share, sender.plan.num_too_long))
 
     def _stop(self, sending: asyncio.Task[None]) -> None:
-        """The parent has said so, or is gone."""
+        """End the sending, as the parent has ordered that or has ended."""
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         with contextlib.suppress(EOFError, OSError):
             self._connection.recv()

@@ -1,6 +1,6 @@
-"""What the outcomes of a run mean together.
+"""Figures of a whole run, computed from its outcomes.
 
-Owns: goodput, attainment, percentiles, and whether the client was fast enough to be believed. Does not
+Owns: goodput, attainment, percentiles, and whether the client was fast enough for them to be valid. Does not
 know: how outcomes came about, how figures are shown.
 
 A request is *effective* when it finished with TTFT and TBT both within their SLOs; goodput is effective
@@ -17,21 +17,22 @@ import numpy as np
 from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult
 
 MAX_CPU_SHARE = 0.7
-"""Largest share of a core that a client process may take; beyond it, its own delays are no longer small."""
+"""The largest share of a core that a client process may take. Beyond it the client's own delays are not small
+any more."""
 MAX_LAG_S = 0.02
-"""Largest delay of sends behind their schedule, as a 99th percentile."""
+"""The largest 99th percentile of the seconds by which requests are sent late."""
 NUM_ERRORS = 5
 
 
 class Slo(NamedTuple):
-    """Seconds, and from how many input tokens a request counts as long."""
+    """The SLOs in seconds, and the number of input tokens from which on a request counts as long."""
 
     ttft_s: float
     tbt_s: float
     long_from: int
 
     def is_met(self, outcome: Outcome) -> bool:
-        """Whether the request was effective."""
+        """Return whether the request was effective."""
         return (
             outcome.kind is Kind.FINISHED
             and outcome.ttft_s is not None
@@ -51,7 +52,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """Return the spread of the values that are there; None without any."""
+        """Return the spread of those values that are not None; None without any."""
         known = np.array([value for value in values if value is not None])
         if not known.size:
             return None
@@ -68,7 +69,8 @@ class ClassSummary(msgspec.Struct, frozen=True):
 
 
 class ClientSummary(msgspec.Struct, frozen=True):
-    """`is_limit`: the client was too slow, so the figures are its own as much as the server's."""
+    """The load of the client itself. `is_limit`: the client was too slow, so that the figures also show its
+    own delays."""
 
     num_processes: int
     max_cpu_share: float
@@ -79,9 +81,9 @@ class ClientSummary(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """Figures of one run.
 
-    Rates of requests are by the time in which requests were sent (open loop) or by the whole run (closed
-    loop), rates of tokens by the whole run. Requests that the end of the run cut off count nowhere but in
-    `num_unfinished`.
+    Rates of requests are divided by the time in which requests were sent (open loop) or by the whole run
+    (closed loop), rates of tokens by the whole run. Requests that were cut off at the end of the run count
+    only in `num_unfinished`.
     """
 
     num_requests: int
@@ -95,7 +97,7 @@ class Summary(msgspec.Struct, frozen=True):
     offered_per_s: float
     goodput_per_s: float
     attainment: float
-    """Effective requests by all requests."""
+    """The share of effective requests among all."""
     ttft_s: Spread | None
     tbt_s: Spread | None
     e2e_s: Spread | None
@@ -103,14 +105,14 @@ class Summary(msgspec.Struct, frozen=True):
     input_tokens_per_s: float
     output_tokens_per_s: float
     cached_share: float | None
-    """Share of the prompt tokens of finished requests; None if the server does not say."""
+    """The cached share of the prompt tokens of finished requests; None if the server does not report it."""
     by_class: dict[str, ClassSummary]
     errors: dict[str, int]
     client: ClientSummary
 
 
 def summarize(result: RunResult, slo: Slo) -> Summary:
-    """All figures."""
+    """Return all figures of a run."""
     ended = [outcome for outcome in result.outcomes if outcome.kind is not Kind.UNFINISHED]
     finished = _of_kind(ended, Kind.FINISHED)
     rejected = _of_kind(ended, Kind.REJECTED)

@@ -1,6 +1,6 @@
-"""What came of one request, as its user saw it, and of all requests of a run.
+"""The outcome of one request, as its user saw it, and the outcomes of a run.
 
-Owns: the records, and TBT's definition. Does not know: HTTP, and what the outcomes of many mean together.
+Owns: the records, and TBT's definition. Does not know: HTTP, the meaning of many outcomes together.
 """
 
 import math
@@ -14,34 +14,36 @@ from mooncake.messages.costs import TBT_SHARE
 
 
 class Kind(StrEnum):
-    """How a request ended."""
+    """The ways in which a request ends."""
 
     FINISHED = "finished"
     REJECTED = "rejected"
-    """429: the server has no room"""
+    """The server had no room (429)."""
     FAILED = "failed"
     UNFINISHED = "unfinished"
-    """Request that ran when the run was ended."""
+    """The run ended before the request."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Times are in seconds from when the request was to be sent, whenever it really was: a client that is
-    late makes nobody's latency look better. Tokens without `num_prompt_tokens` were not reported by the
-    server."""
+    """The outcome of one request. Times are in seconds from when the request was due, even if it was sent
+    late, so that a slow client makes no latency look better.
+
+    Where `num_prompt_tokens` is None, the server has not reported its token counts.
+    """
 
     number: int
     kind: Kind
     scheduled_s: float
-    """Seconds since the run's beginning."""
+    """The time at which the request was due, in seconds since the run's beginning."""
     num_input_tokens: int
     """Tokens of the planned prompt."""
     lag_s: float
     """Seconds by which the request was sent late."""
     answered_s: float
-    """Seconds to the end of the answer, of whatever kind."""
+    """Seconds to the end of the answer, of any kind."""
     ttft_s: float | None = None
     tbt_s: float | None = None
-    """TBT of the answer (`tbt_of`); None for less than two tokens."""
+    """The TBT of the answer (`tbt_of`); None for fewer than two tokens."""
     num_output_tokens: int = 0
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
@@ -67,13 +69,13 @@ class RunResult:
     sending_s: float = 0.0
     """Seconds in which requests were sent: the schedule of an open loop, else all of `wall_s`."""
     cpu_shares: list[float] = field(default_factory=list)
-    """Processor time by wall time of each client process."""
+    """The processor time of each client process, divided by the wall time."""
     num_too_long: int = 0
-    """Requests that the server's context does not hold."""
+    """Requests that were left out because they exceed the server's context."""
     was_interrupted: bool = False
 
     def add(self, other: "RunResult") -> None:
-        """Another run of the same load, by as many processes."""
+        """Add the outcomes of another run of the same load, by as many processes."""
         self.outcomes += other.outcomes
         self.num_sent += other.num_sent
         self.wall_s += other.wall_s

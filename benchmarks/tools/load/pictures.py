@@ -17,7 +17,8 @@ CDF_FILE, GOODPUT_FILE = "latencies.svg", "goodput.svg"
 def draw(
     runs: Sequence[Measured], outcomes: Sequence[Sequence[Outcome]], slo: Slo, folder: Path
 ) -> list[Path]:
-    """The files written; `outcomes` are those of each run. Raises ImportError without matplotlib."""
+    """Draw the pictures, and return the written files. `outcomes` are those of each run. Raises ImportError
+    without matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -31,7 +32,8 @@ def draw(
 
 
 def goodput_curves(runs: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
-    """Rate at which requests arrived (not the one asked for) and goodput, by server."""
+    """Return, by server, pairs of the rate at which requests arrived (not the requested rate) and the
+    goodput."""
     of_rates = [run for run in runs if run.rate_per_s is not None]
     return {
         server: [
@@ -42,7 +44,7 @@ def goodput_curves(runs: Sequence[Measured]) -> dict[str, list[tuple[float, floa
 
 
 def _latencies(run: Measured, outcomes: Sequence[Outcome]) -> Latencies:
-    """Requests that the end of the run cut off do not count."""
+    """Return the latencies of a run, without requests that were cut off at its end."""
     ended = [outcome for outcome in outcomes if outcome.kind is not Kind.UNFINISHED]
     finished = [outcome for outcome in ended if outcome.kind is Kind.FINISHED]
     return Latencies(

@@ -1,4 +1,4 @@
-"""Prompts: the same tokens wherever the same block of a trace is meant, other tokens everywhere else.
+"""Prompts: the same tokens wherever a trace means the same block, other tokens everywhere else.
 
 Owns: which tokens stand for which block. Does not know: when prompts are sent.
 """
@@ -17,18 +17,17 @@ _WORDS = (
     *("eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend"),
     *("father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "name", "team"),
 )
-"""Words that are one token of most tokenizers each, with the space before them."""
+"""Words that are one token each for most tokenizers, with the space before them."""
 _UNIQUE = 1 << 62
 """The first key of whole prompts that share nothing."""
 _Words64 = npt.NDArray[np.uint64]
 
 
 class PromptMaker:
-    """Maker of prompts: a block of a prompt whose lengths are scaled is shorter by as much.
+    """A maker of prompts that share prefixes as in the trace. With scaled lengths, blocks are shorter by the
+    same factor.
 
-    So prefixes are shared as in the trace.
-
-    Another `seed` gives other prompts, that no cache knows yet.
+    Another `seed` gives other prompts, which no cache knows yet.
     """
 
     def __init__(self, token_ids: tuple[int, int], seed: int, scale_lengths: float) -> None:
@@ -36,14 +35,14 @@ class PromptMaker:
         self._seed, self._scale = seed, scale_lengths
 
     def tokens(self, request: Planned) -> list[int]:
-        """Token ids; a prompt that ends in a block has the first tokens of that block."""
+        """Return token ids. A prompt that ends within a block has the first tokens of that block."""
         positions = np.arange(request.num_input_tokens, dtype=np.uint64)
         drawn = _mixed(self._keys(request) + positions) % np.uint64(self._span)
         token_ids: list[int] = (self._first + drawn.astype(np.int64)).tolist()
         return token_ids
 
     def text(self, request: Planned) -> str:
-        """About as many tokens, as words."""
+        """Return words that are about as many tokens."""
         return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in self.tokens(request))
 
     def _keys(self, request: Planned) -> _Words64:

@@ -1,4 +1,4 @@
-"""What a person and a program see of a benchmark's runs.
+"""The report of a benchmark's runs, for people and for programs.
 
 Owns: the table, its notes, the JSON. Does not know: how figures are computed.
 """
@@ -24,7 +24,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     server: str
     load: str
-    """Name of the load, for people: a rate, a concurrency or the trace."""
+    """The name of the load for people: a rate, a concurrency or the trace."""
     rate_per_s: float | None
     summary: Summary
 
@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def print_report(report: Report) -> None:
-    """Print a table, and then what the table does not say."""
+    """Print a table, and then notes about facts that the table does not show."""
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=PLAIN_WIDTH)
@@ -63,7 +63,7 @@ def print_report(report: Report) -> None:
 
 
 def save_report(report: Report, outcomes: Iterable[tuple[str, str, Sequence[Outcome]]], folder: Path) -> None:
-    """`report.json`, and each request in `requests.jsonl.gz`: server, load, and its outcomes."""
+    """Write `report.json`, and in `requests.jsonl.gz` the server, load and outcome of each request."""
     (folder / REPORT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     with gzip.open(folder / OUTCOMES_FILE, "wb") as lines:
         for server, load, of_run in outcomes:
@@ -89,7 +89,7 @@ def _two(spread: Spread | None) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """Return a time as in 15.2 ms or 3.41 s."""
+    """Return a time as text, as in 15.2 ms or 3.41 s."""
     return f"{1000 * value_s:.1f} ms" if value_s < 1 else f"{value_s:.2f} s"
 
 

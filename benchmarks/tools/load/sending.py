@@ -16,7 +16,7 @@ OnOutcome = Callable[[Outcome], None]
 
 
 class Sender:
-    """The sends of process `share` of `num_shares`. Requests go round among the processes."""
+    """The sender of share number `share` of `num_shares`. Requests are dealt to the processes in turn."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Sender:
         self.plan = Plan(run)
 
     async def send_all(self, start_s: float) -> None:
-        """Send from `start_s` (of `time.monotonic`) on until each request has an outcome. Raises TraceError.
+        """Send from `start_s` (of `time.monotonic`) on, until each request has an outcome. Raises TraceError.
 
-        Whoever cancels it gets the outcomes of those that were under way first.
+        A cancelled call first reports the outcomes of the requests in flight.
         """
         if self._run.concurrency is None:
             await self._open_loop(start_s)
@@ -49,7 +49,7 @@ class Sender:
         return (request for request in self.plan if request.number % self._num_shares == self._share)
 
     async def _open_loop(self, start_s: float) -> None:
-        """Nothing that the server does can delay a request: none waits for another."""
+        """Send each request when it is due. No request waits for another, so the server cannot delay any."""
         async with asyncio.TaskGroup() as group:
             for request in self._mine():
                 body = self._client.body(request)

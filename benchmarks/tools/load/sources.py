@@ -1,4 +1,4 @@
-"""Sources of a run's requests, and the run as client processes are told of it.
+"""Sources of a run's requests, and the description of a run for client processes.
 
 Owns: the description of a run, and its requests in the sizes in which they are sent. Does not know: how
 they are sent.
@@ -20,11 +20,12 @@ from benchmarks.tools.traces.request import TraceError, TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 MOST_TOO_LONG = 10_000
-"""Requests that are left out before the first one fits: in an endless load perhaps none does."""
+"""Requests that are left out before the first one that fits. After these the load is given up, as an endless
+load may have none."""
 
 
 class Source(Protocol):
-    """Makes the same requests each time that it is asked with the same rate and seed."""
+    """The interface of a source, which yields the same requests each time for the same rate and seed."""
 
     def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
         """Yield requests in order of arrival. `rate_per_s` None: the load's own. Raises TraceError."""
@@ -32,7 +33,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TraceSource:
-    """Requests of a trace; `speed` 2 plays two hours in one.
+    """Requests of a trace. A `speed` of 2 plays two hours in one.
 
     Requests of one tick are spread over `jitter_s` (of the trace's time).
     """
@@ -77,7 +78,8 @@ class PhasesSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One server under one load. With a `concurrency` requests follow each other, whatever their arrivals."""
+    """One server under one load. With a `concurrency` requests follow each other, and arrival times are
+    ignored."""
 
     url: str = ""
     model: str = ""
@@ -89,9 +91,9 @@ class Run:
     duration_s: float | None = None
     scale_lengths: float = 1.0
     context_len: int | None = None
-    """Tokens of the longest prompt and answer that the server takes; longer ones are left out."""
+    """Tokens of the longest prompt and answer that the server takes; longer requests are left out."""
     token_ids: tuple[int, int]
-    """Half-open range of the token ids that prompts are drawn from."""
+    """The half-open range of token ids from which prompts are drawn."""
     as_text: bool = False
     ignore_eos: bool = True
     timeout_s: float = 300.0
@@ -106,7 +108,7 @@ class Load(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """One request as it will be sent; `number` counts those of the run."""
+    """One request as it will be sent. `number` is its number in the run."""
 
     number: int
     at_s: float
@@ -116,14 +118,14 @@ class Planned(NamedTuple):
 
 
 class Plan:
-    """The requests of a run, made one at a time. `num_too_long` counts those that were left out so far."""
+    """The requests of a run, made one at a time. `num_too_long` is the number of requests left out so far."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.num_too_long = 0
 
     def __iter__(self) -> Iterator[Planned]:
-        """Raises TraceError."""
+        """Yield the requests. Raises TraceError."""
         return itertools.islice(self._fitting(), self._run.num_requests)
 
     def _fitting(self) -> Iterator[Planned]:
@@ -148,5 +150,5 @@ class Plan:
 
 
 def scaled(num_tokens: int, factor: float) -> int:
-    """A length for a smaller model; at least one token."""
+    """Return a length scaled for a smaller model: at least one token."""
     return max(1, int(num_tokens * factor))

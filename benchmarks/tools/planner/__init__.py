@@ -1,7 +1,6 @@
-"""`mooncake-plan`: which cluster gives the most goodput for a workload, by simulating those that could be
-built.
+"""`mooncake-plan`: the cluster with the most goodput for a workload, found by simulating possible clusters.
 
 `workload` is a load at any rate, `goodput` the highest rate that a cluster serves within its SLOs,
-`placements` the clusters that a number of devices can be, `search` which of them are simulated, `questions`
-what can be told without, `advice` what it comes to. docs/planner.md has the method.
+`placements` the clusters that a number of devices can form, `search` the choice of those to simulate,
+`questions` the answers that need no simulation, `advice` the conclusion. docs/planner.md has the method.
 """

@@ -1,4 +1,4 @@
-"""What a plan comes to, in a sentence.
+"""The conclusion of a plan, in a sentence.
 
 Owns: the advice. Does not know: how it was found.
 """

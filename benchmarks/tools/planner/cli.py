@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _plan(options, shlex.join(["mooncake-plan", *arguments])))
 
@@ -80,7 +80,7 @@ def _plan(options: argparse.Namespace, command: str) -> int:
 def _search(
     base: Setup, workload: Workload, num_devices: int, sizes: Sequence[int], options: argparse.Namespace
 ) -> Plan:
-    """Shows the simulations; how many there will be nobody knows."""
+    """Search with a display of the simulations, whose number is unknown in advance."""
     numbers = itertools.count(1)
     with StepDisplay() as steps:
 
@@ -104,7 +104,7 @@ def _base(options: argparse.Namespace) -> Setup:
 
 
 def _workload(options: argparse.Namespace) -> Workload:
-    """Raises TraceError."""
+    """Return the workload that the options describe. Raises TraceError."""
     if options.trace is not None:
         trace = TraceFile(options.trace)
         by_seed = [

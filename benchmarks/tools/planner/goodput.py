@@ -1,4 +1,5 @@
-"""Goodput of a cluster: the highest rate at which enough requests are within both SLOs, by bisection.
+"""The goodput of a cluster: the highest rate at which enough requests are within both SLOs, found by
+bisection.
 
 Owns: what is known of each cluster's goodput. Does not know: which clusters are compared.
 """
@@ -15,10 +16,11 @@ from benchmarks.tools.traces.request import TraceRequest
 from mooncake.errors import ConfigError
 
 FARTHEST = 64
-"""Largest factor between the first rate that is tried and others: a cluster that fails below is no use."""
+"""The largest factor between the first rate and others. A cluster that fails at all these rates is
+useless."""
 
 Load = Callable[[float, int], Iterable[TraceRequest]]
-"""The requests at a rate, as the n-th seed draws them."""
+"""A function that returns the requests at a rate, as the n-th seed draws them."""
 
 
 class Trial(NamedTuple):
@@ -41,8 +43,8 @@ class Trial(NamedTuple):
 
 @dataclass(slots=True)
 class Bracket:
-    """Goodput is at least `low_per_s` and below `high_per_s`, None before a rate failed. `served` and
-    `missed` are the trials at these two."""
+    """The bounds of a goodput: at least `low_per_s` and below `high_per_s` (None before a rate failed).
+    `served` and `missed` are the trials at these rates."""
 
     low_per_s: float = 0.0
     high_per_s: float | None = None
@@ -56,7 +58,8 @@ class Bracket:
         return "" if self.missed is None else self.missed.limit
 
     def by_seed(self, attainment: float) -> list[float]:
-        """The highest rate tried that each seed serves by itself, below the lowest that it misses."""
+        """Return, for each seed, the highest tried rate that it serves by itself, below the lowest rate that
+        it misses."""
         found = []
         for of_seed in zip(*(trial.summaries for trial in self.trials), strict=True):
             rates = [
@@ -72,10 +75,10 @@ class Bracket:
 
 @dataclass(slots=True)
 class Goodputs:
-    """Goodputs of clusters that all have the same SLOs.
+    """The goodputs of clusters that all have the same SLOs.
 
-    `attainment`: the share of the requests of all seeds that must be within both. `on_simulation` is called
-    before each one, with the simulated cluster and the rate.
+    `attainment`: the share of the requests of all seeds that must be within both SLOs. `on_simulation` is
+    called before each simulation, with the cluster and the rate.
     """
 
     load: Load
@@ -86,16 +89,15 @@ class Goodputs:
     _brackets: dict[Setup, Bracket] = field(default_factory=dict)
 
     def known(self, setup: Setup) -> Bracket:
-        """What has been found so far."""
+        """Return the bounds of a cluster's goodput that are known so far."""
         return self._brackets.setdefault(setup, Bracket())
 
     def measure(self, setup: Setup, guess_per_s: float, precision: float, step: float = 2.0) -> Bracket:
-        """Return the bracket of a cluster's goodput, whose ends are at most `precision` apart, relative.
+        """Return the bounds of a cluster's goodput, whose relative distance is at most `precision`.
 
-        The search begins at the guess, and goes on with rates that are `step` times as high, or as much
-        lower twice.
+        The search begins at the guess. The next rates are `step` times as high, or lower by `step` squared.
 
-        Raises ConfigError for a cluster that cannot be, and for a load that is too short to tell.
+        Raises ConfigError for an impossible cluster, and for a load that is too short for an answer.
         """
         bracket = self.known(setup)
         while bracket.high_per_s is None:
@@ -112,7 +114,8 @@ class Goodputs:
         return bracket
 
     def serves(self, setup: Setup, rate_per_s: float) -> bool:
-        """Whether the goodput is at least this; one trial, if it is not known. Raises ConfigError."""
+        """Return whether the goodput is at least this rate, after one trial if that is unknown. Raises
+        ConfigError."""
         bracket = self.known(setup)
         if rate_per_s <= bracket.low_per_s:
             return True

@@ -1,9 +1,9 @@
-"""The clusters that a number of devices can be.
+"""The clusters that a number of devices can form.
 
-All instances of a cluster are tensor-parallel groups of one size, within a node. Coupled ones compute whole
-prompts, or chunks.
+All instances of a cluster are tensor-parallel groups of one size, within a node. Coupled instances compute
+whole prompts, or chunks.
 
-Owns: what can be built, and what is next to what. Does not know: what is good.
+Owns: the possible clusters, and which are neighbours. Does not know: which are good.
 """
 
 import math
@@ -18,12 +18,15 @@ from benchmarks.tools.traces.request import num_blocks_of
 from mooncake.errors import ConfigError
 
 CHUNKS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Tokens of an iteration of coupled instances that compute chunks."""
+"""Prompt tokens of an iteration, for coupled instances that compute chunks."""
 
 
 def group_sizes(base: Setup, num_devices: int, longest_tokens: int) -> list[int]:
-    """Devices of an instance: those of `base`, or the powers of 2 that a node has, as far as model and
-    longest request fit. Raises ConfigError if none does, for the reason of the largest."""
+    """Return the possible numbers of devices of an instance: that of `base`, or powers of 2 within a node,
+    for which model and longest request fit.
+
+    Raises ConfigError with the reason against the largest size if none is possible.
+    """
     of_node = hardware_card(base.hardware).num_gpus
     sizes = [base.num_gpus] if base.num_gpus else [1 << n for n in range(of_node.bit_length())]
     possible, refusal = [], ConfigError(f"{num_devices} devices are less than one instance needs")
@@ -50,21 +53,22 @@ def _check(setup: Setup, longest_tokens: int) -> None:
 
 
 def disaggregated(base: Setup, group_size: int, num_prefill: int, num_decode: int) -> Setup:
-    """An xPyD cluster."""
+    """Return an xPyD cluster."""
     return msgspec.structs.replace(
         base, num_gpus=group_size, num_prefill=num_prefill, num_decode=num_decode, num_coupled=0
     )
 
 
 def coupled(base: Setup, group_size: int, num_instances: int) -> Setup:
-    """A cluster of coupled instances that compute whole prompts."""
+    """Return a cluster of coupled instances that compute whole prompts."""
     return msgspec.structs.replace(
         base, num_gpus=group_size, num_prefill=0, num_decode=0, num_coupled=num_instances, chunk_tokens=None
     )
 
 
 def chunked(whole: Setup) -> list[Setup]:
-    """The coupled cluster with each chunk size, ascending, that takes no longer than the TBT SLO alone."""
+    """Return the coupled cluster with each chunk size, ascending, whose computation alone takes no longer
+    than the TBT SLO."""
     costs = whole.shape().costs
     slo_s = math.inf if whole.tbt_slo_s is None else whole.tbt_slo_s
     return [
@@ -75,7 +79,7 @@ def chunked(whole: Setup) -> list[Setup]:
 
 
 def neighbours(setup: Setup) -> list[Setup]:
-    """One instance has the other role; none for a coupled cluster."""
+    """Return the clusters in which one instance has the other role; none for a coupled cluster."""
     p, d = setup.num_prefill, setup.num_decode
     moved = [(p - 1, d + 1), (p + 1, d - 1)] if not setup.num_coupled else []
     return [
@@ -86,7 +90,7 @@ def neighbours(setup: Setup) -> list[Setup]:
 
 
 def one_more(setup: Setup) -> Sequence[Setup]:
-    """The same with another instance of the same size."""
+    """Return the clusters with one more instance of the same size."""
     if setup.num_coupled:
         return [msgspec.structs.replace(setup, num_coupled=setup.num_coupled + 1)]
     p, d, size = setup.num_prefill, setup.num_decode, setup.num_gpus or 0

@@ -1,4 +1,4 @@
-"""What tokens cost on a cluster, in whatever currency devices are paid.
+"""The price of tokens on a cluster, in the currency in which devices are paid.
 
 Owns: the sum. Does not know: what devices are, how goodput is found.
 """

@@ -1,8 +1,8 @@
-"""What can be said before anything is simulated: the questions by which guides decide for or against
-disaggregation.
+"""Questions that can be answered before any simulation, by which guides decide for or against disaggregation.
 
-Split efficiency (Splitwise) is T_prefill / (T_prefill + T_transfer) of the mean prompt. Its transfer is one
-that waits for the prefill; here KVCache leaves layer by layer meanwhile, so what shows is much less.
+Split efficiency (Splitwise) is T_prefill / (T_prefill + T_transfer) of the mean prompt, with a transfer that
+waits for the prefill. Here KVCache leaves layer by layer during the prefill, so the visible part of the
+transfer is much smaller.
 
 Owns: the questions and the guides' thresholds. Does not know: simulations.
 """
@@ -20,7 +20,7 @@ LOW_USE, HIGH_USE = 0.4, 0.7
 
 
 class Question(msgspec.Struct, frozen=True):
-    """`hint`: for disaggregation (1), against (-1), or neither (0)."""
+    """A question with its answer. `hint`: for disaggregation (1), against (-1), or neither (0)."""
 
     text: str
     answer: str
@@ -30,7 +30,8 @@ class Question(msgspec.Struct, frozen=True):
 def questions(
     setup: Setup, workload: Workload, coupled_per_s: float, wanted_per_s: float | None
 ) -> list[Question]:
-    """About the instances of `setup`; `coupled_per_s` is what all devices serve as coupled ones."""
+    """Return the questions about instances of `setup`. `coupled_per_s` is the goodput of all devices as
+    coupled instances."""
     assert setup.tbt_slo_s is not None
     shape, tbt_slo_s = setup.shape(), setup.tbt_slo_s
     mean = workload.sizes.num_prompt_tokens

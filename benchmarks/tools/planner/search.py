@@ -3,9 +3,9 @@
 Between the two pools goodput rises and falls once: with too few prefill instances TTFT is what is missed,
 with too few decode instances TBT. So from the division that the performance model expects to serve most
 (`conductor.elasticity.capacity`) the search walks to a neighbour while that is better. A rival has to serve
-the rate at which the best one so far fails: one simulation, if it does not. Of coupled instances' chunk sizes
-small ones take more iterations for a prompt, long ones longer iterations: from the middle one the search
-walks in steps that are halved.
+the rate at which the best cluster so far fails; if it does not, one simulation suffices to know. For coupled
+instances a small chunk size takes more iterations for a prompt, a large one longer iterations: the search
+walks from the middle size in steps that are halved.
 
 What is passed on the way is simulated with one seed, what is compared and reported in the end with all.
 
@@ -26,13 +26,15 @@ from conductor.elasticity.demand import OfferedLoad
 from conductor.performance.model import DecodeCapacity, Sizes
 
 COARSE, FINE = 0.08, 0.03
-"""Relative exactness of goodputs: of clusters that the search passes, and of reported ones."""
+"""The relative precision of goodputs: of clusters on the way of the search, and of reported ones."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A cluster and its goodput; `is_bound` if it is not more than that, but may be less. `least_per_s` and
-    `most_per_s` are the goodputs of the seeds by themselves. Times are at 90% of the requests, at the
-    goodput."""
+    """A cluster and its goodput.
+
+    `is_bound`: the goodput is an upper bound. `least_per_s` and `most_per_s` are the least and the largest
+    goodput of a single seed. Times are 90th percentiles, at the goodput.
+    """
 
     setup: Setup
     goodput_per_s: float
@@ -47,8 +49,8 @@ class Candidate(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """The best clusters of a search.
 
-    `disaggregated` is None if there are too few devices for two instances; `others` are all that the search
-    has looked at besides, `next_ones` have one more instance than the better of the two.
+    `disaggregated` is None if there are too few devices for two instances. `others` are all further clusters
+    that were examined, `next_ones` have one more instance than the better of the two.
     """
 
     disaggregated: Candidate | None
@@ -60,7 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def best(self) -> Candidate:
-        """Coupled ones are simpler: they win at equality."""
+        """The better cluster; the coupled one, which is simpler, if both are equally good."""
         ours = self.disaggregated
         if ours is None or ours.goodput_per_s <= self.coupled.goodput_per_s:
             return self.coupled
@@ -105,7 +107,7 @@ class Search:
         return DivisionCapacity(load, capacity).requests_per_s(Division(setup.num_prefill, setup.num_decode))
 
     def run(self) -> Plan:
-        """Raises ConfigError."""
+        """Run the search, and return the plan. Raises ConfigError."""
         ours, rival = self._best_disaggregated(), self._best_coupled()
         nearby = [] if ours is None else [self._fine(setup) for setup in placements.neighbours(ours)]
         best = rival if ours is None or self._low_per_s(ours) <= self._low_per_s(rival) else ours
@@ -151,7 +153,7 @@ class Search:
             best = better
 
     def _walk(self, divisions: Sequence[Setup], best: Setup | None, index: int, step: int) -> Setup | None:
-        """The best of `divisions`, which are in order, and of the best one so far.
+        """Return the best of `divisions`, which are in order, and of the best cluster so far.
 
         The walk begins at `index`, and tries the divisions `step` before and behind it.
         """

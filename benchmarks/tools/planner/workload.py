@@ -19,18 +19,19 @@ from conductor.performance.model import Sizes
 
 FEWEST_REQUESTS = 600
 NUM_QUEUES, NUM_ANSWERS = 10, 4
-"""Length of a load in TTFT SLOs and mean answers at the TBT SLO: a growing queue must show."""
+"""The length of a load in TTFT SLOs and in mean answers at the TBT SLO, long enough for a growing queue to
+show."""
 
 Play = Callable[[float, int, int], Iterable[TraceRequest]]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`play(rate_per_s, num_requests, nth_seed)`."""
+    """A workload. `play(rate_per_s, num_requests, nth_seed)` returns its requests."""
 
     play: Play
     sizes: Sizes
-    """Mean tokens of the requests that it plays first."""
+    """The mean tokens of the requests that are played first."""
     longest_tokens: int
     """Tokens of the longest prompt and answer together."""
 
@@ -40,7 +41,7 @@ class Workload:
         return self.sizes.num_prompt_tokens + self.sizes.num_output_tokens
 
     def at(self, rate_per_s: float, nth_seed: int, slos: SLOs, most_requests: int) -> Iterable[TraceRequest]:
-        """Requests at this rate, for as long as it takes."""
+        """Return requests at this rate, for the length that a trial needs."""
         assert slos.ttft_s is not None
         assert slos.tbt_s is not None
         answer_s = self.sizes.num_output_tokens * slos.tbt_s
@@ -49,9 +50,9 @@ class Workload:
 
 
 def of_trace(by_seed: Sequence[Sequence[TraceRequest]]) -> Workload:
-    """The first requests of a trace, as much faster or slower as the rate asks for.
+    """Return the workload of a trace's first requests, played faster or slower to reach a rate.
 
-    `by_seed` has the trace as each seed draws its arrivals. Raises TraceError.
+    `by_seed` has the trace with the arrivals that each seed draws. Raises TraceError.
     """
     requests = by_seed[0]
     if len(requests) < 2 or requests[-1].arrival_s <= requests[0].arrival_s:
@@ -66,7 +67,8 @@ def of_trace(by_seed: Sequence[Sequence[TraceRequest]]) -> Workload:
 
 
 def of_synthetic(load: SyntheticLoad, seed: int, most_requests: int) -> Workload:
-    """Return the load that `mooncake-bench fit` describes, at another rate. `seed` is the first one."""
+    """Return the workload of a load described by `mooncake-bench fit`, at any rate. `seed` is the first
+    seed."""
 
     def play(rate_per_s: float, num_requests: int, nth_seed: int) -> Iterator[TraceRequest]:
         at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)

@@ -1,7 +1,7 @@
 """A discrete-event simulator of whole clusters: the server's Conductor, eviction and queue on a virtual
 clock.
 
-`cluster` is what is simulated, `setup` and `arguments` which cluster and load that is, `summary`, `series`,
-`report` and `pictures` what a run says, `against_real` and `calibration` how right it is.
-docs/simulator.md tells what is real and what is not.
+`cluster` is the simulated cluster, `setup` and `arguments` describe cluster and load, `summary`, `series`,
+`report` and `pictures` show the results of a run, `against_real` and `calibration` compare them with a real
+server. docs/simulator.md says what is real and what is simulated.
 """

@@ -2,11 +2,11 @@
 
     python -m benchmarks.tools.simulator.against_real TRACE.jsonl.gz --out FOLDER
 
-Profiles a worker. On the running server, short closed loops tell what the profile of a worker alone cannot:
-what is on the way to a first token besides, how iterations vary, how much instances that share these cores
-slow each other down (`calibration`). Then replays a part of the trace with shorter lengths through HTTP
-(`mooncake-bench`), simulates the same requests, and compares. What an earlier call has left in FOLDER is used
-again.
+Profiles a worker. Then short closed loops on the running server measure what the profile of a single worker
+does not have: the other times before a first token, the variation of iterations, and how much instances on
+the same cores slow each other down (`calibration`). Then replays a part of the trace with shorter lengths
+through HTTP (`mooncake-bench`), simulates the same requests, and compares. Results of an earlier call in
+FOLDER are used again.
 
 Owns: this machine as a card, the comparison. Does not know: how the server is loaded, how it is simulated.
 """
@@ -46,9 +46,9 @@ MODEL = ModelCard("smollm2-135m", 30, 576, 9, 3, 1536, 49152)
 GIB = 1 << 30
 BLOCK_TOKENS, PREFILL_CHUNK, SATURATING_TOKENS, MAX_BATCH = 32, 512, 128, 32
 COPY_BYTES_PER_S = 5e9
-"""Bytes that a core copies in a second within its memory: to the device's pages, to another process."""
+"""Bytes that a core copies in a second within its memory, to the device's pages or to another process."""
 _PATIENT_S = 600.0
-"""The TTFT SLO with which nothing is rejected."""
+"""A TTFT SLO so long that nothing is rejected."""
 REPLAY = "replay"
 TOKEN_IDS = (1000, 30_000)
 TIMES_WITHIN, REJECTIONS_WITHIN = 0.15, 0.10
@@ -70,7 +70,8 @@ class Replay:
     seed: int
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests as the server gets them: blocks are its own, of the tokens that are sent."""
+        """Yield the requests as the server gets them. Their blocks are the server's own, of the tokens that
+        are sent."""
         run = Run(
             source=TraceSource(self.trace, self.speed, 3.0),
             seed=self.seed,
@@ -94,9 +95,10 @@ def measure_profile(file: Path) -> None:
 
 
 def measure(of: Replay, profile: Path, folder: Path) -> None:
-    """On the real server; the outcomes are in folders of `folder` then. Those that are there stay.
+    """Measure the real server. The outcomes are written to folders of `folder`; loads whose folders exist are
+    skipped.
 
-    Nothing is rejected in the closed loops, which have a server of their own.
+    The closed loops run on a server of their own, on which nothing is rejected.
     """
     replayed = {
         "--trace": of.trace,
@@ -122,7 +124,7 @@ def _run_loads(
     profile: Path,
     folder: Path,
 ) -> None:
-    """Run those of the loads that have no folder yet, on one server with these SLOs."""
+    """Run those loads whose folders do not exist yet, on one server with these SLOs."""
     lacking = [name for name in loads if not (folder / name).exists()]
     if not lacking:
         return
@@ -159,7 +161,7 @@ def outcomes(folder: Path) -> list[Outcome]:
 
 
 def simulate(of: Replay, machine: Calibration) -> Results:
-    """The same requests on two cores of this machine."""
+    """Simulate the same requests on two cores of this machine."""
     weights_bytes, efficiencies = MODEL.weights_bytes, STATED
     core = HardwareCard(
         name="core",
@@ -189,7 +191,7 @@ def simulate(of: Replay, machine: Calibration) -> Results:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One figure of both. They agree if they differ by at most `within`, relative."""
+    """One figure of both. They agree if their relative difference is at most `within`."""
 
     name: str
     real: float
@@ -198,7 +200,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def difference(self) -> float:
-        """Relative to the real one."""
+        """The difference relative to the real figure."""
         return (self.simulated - self.real) / self.real if self.real else float(self.simulated != 0)
 
     @property
@@ -207,7 +209,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def compare(real: Sequence[Outcome], simulated: Results) -> list[Row]:
-    """What docs/simulator.md says of both."""
+    """Return the figures that docs/simulator.md compares."""
     finished = [outcome for outcome in real if outcome.kind is Kind.FINISHED]
     times = {
         "TTFT": ([o.ttft_s for o in finished if o.ttft_s is not None], simulated["ttft_s"]),
@@ -227,7 +229,7 @@ def compare(real: Sequence[Outcome], simulated: Results) -> list[Row]:
 
 
 def print_rows(rows: Sequence[Row], num_requests: int) -> None:
-    """A table."""
+    """Print a table of the figures."""
     table = Table(title=f"{num_requests:,} requests on the real server and simulated")
     table.add_column("")
     for name in ("real", "simulated", "difference", "agreed within"):
@@ -240,7 +242,7 @@ def print_rows(rows: Sequence[Row], num_requests: int) -> None:
 
 
 def main() -> None:
-    """Exit code 1 if something does not agree."""
+    """Run the comparison, and exit with 1 if a figure does not agree."""
     options = _parser().parse_args()
     of = Replay(
         options.trace,

@@ -1,4 +1,4 @@
-"""Options that `mooncake-sim` and `mooncake-plan` share: where requests come from, what an instance is.
+"""Options that `mooncake-sim` and `mooncake-plan` share: the source of requests, the kind of instances.
 
 Owns: these options, the `Setup` that they describe. Does not know: other options.
 """
@@ -14,7 +14,8 @@ from benchmarks.tools.traces.replay import TICK_S
 
 
 def add_source(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGroup:
-    """A trace or a synthetic load; other sources may be added to what this returns."""
+    """Add options for a trace or a synthetic load, and return their group, to which other sources may be
+    added."""
     source = group.add_mutually_exclusive_group(required=True)
     trace_help = "replay a trace: .jsonl or .csv, or either .gz"
     source.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
@@ -27,7 +28,7 @@ def add_source(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGro
 
 
 def add_instances(group: argparse._ArgumentGroup) -> None:
-    """What each instance is."""
+    """Add options that describe each instance."""
     default = Setup()
     group.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default: {default.model})")
     group.add_argument(
@@ -42,7 +43,7 @@ def add_instances(group: argparse._ArgumentGroup) -> None:
 
 
 def setup_of(options: argparse.Namespace, **more: Any) -> Setup:
-    """Return the setup of all options that are named as its fields and were given. Raises ConfigError."""
+    """Return the setup of all given options that are named as its fields. Raises ConfigError."""
     names = Setup.__struct_fields__
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
     return Setup(**given, **more)

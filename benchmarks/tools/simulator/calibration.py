@@ -1,11 +1,11 @@
-"""What a profile of a worker alone does not know of a server: measured by closed loops on the running one.
+"""The costs of a server that a single worker's profile lacks, measured by closed loops on the running server.
 
     one by one, short and long prompts   what a first token takes besides computing, how much longer prefills
                                          and iterations take than in the profile, how iterations vary
     several at a time, three lengths     how much longer both take while the other instance computes as well,
                                          and iterations in which a request joins
 
-Which loops these are was chosen when the outcomes of two replays were known.
+These loops were chosen after the outcomes of two replays were known.
 
 Owns: the loops, and what follows from their outcomes. Does not know: how they are sent, simulations.
 """
@@ -28,7 +28,7 @@ SHORT, LONG, BUSY, BUSY_SHORT, BUSY_LONG = "short", "long", "busy", "busy-short"
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Requests of one size, so many at any time."""
+    """A closed loop of requests of one size."""
 
     num_input_tokens: int
     num_output_tokens: int
@@ -55,12 +55,12 @@ LOOPS = {
     BUSY_LONG: Loop(1536, 48, concurrency=4, num_requests=16, seed=105),
 }
 BUSY_LOOPS = (BUSY_SHORT, BUSY, BUSY_LONG)
-"""Loops in which a prompt is always computed: as many requests at a time as that takes."""
+"""Loops with as many requests at a time as it takes for a prompt to be computed at all times."""
 PASS_TOKENS = 512
 
 
 class Corrected(Profiled):
-    """Costs as on the running server; the Conductor is given the profile."""
+    """Costs corrected by the running server. The Conductor is given the costs of the profile."""
 
     def __init__(self, profiled: tuple[Costs, Costs], prefill_factor: float, decode_factor: float) -> None:
         prefill, decode = profiled
@@ -72,8 +72,8 @@ class Corrected(Profiled):
 class Calibration:
     """The measured costs of one machine.
 
-    `slowdowns` of prefill and decode beside each other; `join_costs` of requests that join a batch;
-    `longest_mean`: the mean of the longest tenth of a request's gaps, by the mean of all.
+    `slowdowns` are those of prefill and decode beside each other, `join_costs` those of requests that join a
+    batch. `longest_mean`: the mean of the longest tenth of a request's gaps, divided by the mean of all.
     """
 
     profiled: tuple[Costs, Costs]
@@ -90,7 +90,7 @@ class Calibration:
 
 
 def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Outcome]]) -> Calibration:
-    """Return the calibration by the outcomes of all `LOOPS`; rejected requests tell nothing."""
+    """Return the calibration computed from the outcomes of all `LOOPS`; rejected requests are ignored."""
     prefill, decode = profiled
     finished = {
         name: [outcome for outcome in outcomes[name] if outcome.kind is Kind.FINISHED] for name in LOOPS
@@ -132,7 +132,7 @@ class _Busy:
     num_decoding: float
     gap_s: float
     iteration_s: float
-    """Seconds of an iteration of so many requests, undisturbed."""
+    """Seconds of an undisturbed iteration with that many requests."""
     each_s: float
 
     @classmethod
@@ -147,11 +147,11 @@ class _Busy:
 
 
 def _fitted(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
-    """Fit gap = slowdown * iteration + joins in a gap * (constant + token * length of a prompt), relative
+    """Fit gap = slowdown * iteration + joins in a gap * (constant + token * length of a prompt), by relative
     errors.
 
-    A slowdown is at least 1 and a cost at least 0: of the fits without some of the terms the best one that
-    keeps to this.
+    A slowdown is at least 1 and a cost at least 0: of the fits without some of the terms, the best one within
+    these bounds is taken.
     """
     rows = np.array(
         [[b.iteration_s, b.gap_s / b.each_s, b.gap_s / b.each_s * b.num_input_tokens] for b in busy]

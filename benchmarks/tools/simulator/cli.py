@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _simulate(options, ["mooncake-sim", *arguments]))
 
@@ -94,11 +94,11 @@ _NEEDED = {
     "overload": ("--overload", _CONDUCTOR),
     "max_waiting": ("--max-waiting", _CONDUCTOR),
 }
-"""The option of a field, and the only clusters in which it changes something."""
+"""For each field, its option and the kinds of clusters in which it has an effect."""
 
 
 def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:
-    """Raises ConfigError for an option that changes nothing in this cluster."""
+    """Refuse options that have no effect in this cluster. Raises ConfigError."""
     has = {_COUPLED} if setup.num_coupled else {_CONDUCTOR, _PAIRS} if setup.num_prefill else {_CONDUCTOR}
     for name, (option, needed) in _NEEDED.items():
         if getattr(options, name) not in (None, False, ()) and needed not in has:
@@ -108,7 +108,7 @@ def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:
 
 
 def _timed(text: str) -> tuple[float, str]:
-    """A time and a word, as in `60:decode`."""
+    """Parse a time in seconds and a word, as in `60:decode`."""
     seconds, _, word = text.partition(":")
     if not word:
         raise argparse.ArgumentTypeError(f"expected SECONDS:WORD, got {text!r}")
@@ -135,7 +135,8 @@ _Load = tuple[str, Callable[[], Iterator[TraceRequest]]]
 
 
 def _loads(options: argparse.Namespace) -> tuple[list[_Load], int | None]:
-    """Each with its name, and how many requests it has if that is known. Raises ConfigError, TraceError."""
+    """Return the loads with their names, and the number of requests if that is known. Raises ConfigError,
+    TraceError."""
     if options.trace is not None:
         if options.rate:
             raise ConfigError("a --trace has its own rate: change it with --speed")

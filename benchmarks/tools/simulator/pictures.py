@@ -1,5 +1,4 @@
-"""Pictures of simulations: how times are distributed, the load and the hit rate over time, goodput against
-the rate.
+"""Pictures of simulations: distributions of times, load and hit rate over time, goodput against the rate.
 
 Owns: which pictures there are, their files, the load over time. Does not know: how figures are computed.
 """
@@ -21,7 +20,7 @@ _WINDOW_S = 60.0
 
 
 class Drawn(NamedTuple):
-    """One run. `series` is None for clusters that have no pools of instances."""
+    """One run as it is drawn. `series` is None for clusters without pools of prefill and decode instances."""
 
     run: SimulatedRun
     results: Results
@@ -29,7 +28,7 @@ class Drawn(NamedTuple):
 
 
 def draw(drawn: Sequence[Drawn], slos: SLOs, folder: Path) -> None:
-    """Raises ImportError without matplotlib."""
+    """Draw all pictures. Raises ImportError without matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -40,12 +39,12 @@ def draw(drawn: Sequence[Drawn], slos: SLOs, folder: Path) -> None:
 
 
 def draw_latencies(drawn: Sequence[Drawn], slos: SLOs, path: Path) -> None:
-    """CDFs; shares are of all requests."""
+    """Draw the CDFs of TTFT and TBT. Shares are of all requests."""
     latencies_figure([_latencies(of_run) for of_run in drawn], slos.ttft_s, slos.tbt_s).savefig(path)
 
 
 def _latencies(drawn: Drawn) -> Latencies:
-    """Latencies of the finished requests of a run."""
+    """Return the latencies of the finished requests of a run."""
     ttft_s, tbt_s = (drawn.results[name] for name in ("ttft_s", "tbt_s"))
     return Latencies(
         f"{drawn.run.cluster}, {drawn.run.load}",
@@ -85,7 +84,7 @@ def hit_rate_over_time(results: Results) -> tuple[np.ndarray, np.ndarray]:
 
 
 def goodput_curves(drawn: Sequence[Drawn]) -> dict[str, list[tuple[float, float]]]:
-    """Rate at which requests arrived and goodput, by cluster."""
+    """Return, by cluster, pairs of the rate at which requests arrived and the goodput."""
     return {
         cluster: [(d.run.rate_per_s, d.run.summary.goodput_per_s) for d in drawn if d.run.cluster == cluster]
         for cluster in dict.fromkeys(d.run.cluster for d in drawn)

@@ -1,4 +1,4 @@
-"""What a prompt takes on a group of prefill nodes: chunked pipeline parallelism, and sequence parallelism.
+"""The time of a prompt on a group of prefill nodes: chunked pipeline parallelism, and sequence parallelism.
 
 - *CPP* (Mooncake, section 5.1): each node has a part of the layers, chunks of the prompt follow one another.
   Hidden states go from node to node, once for each boundary.
@@ -21,13 +21,13 @@ from mooncake.messages.blocks import DTYPE_BYTES
 from workers.prefill.chunks import LayerCosts
 
 MOST_CHUNK_TOKENS = 8192
-"""Tokens of a pass of CPP, at most."""
+"""Tokens of a pass of CPP at most."""
 STEP_S = 20e-6
-"""A step of the ring by itself: the launch of a kernel, and of a transfer."""
+"""Seconds of a step of the ring alone: the launch of a kernel, and of a transfer."""
 
 
 class Attention(StrEnum):
-    """How sequence parallelism divides the tokens of a prompt."""
+    """The ways in which sequence parallelism divides the tokens of a prompt."""
 
     RING = "ring"
     STRIPED = "striped"
@@ -35,16 +35,17 @@ class Attention(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillNodes:
-    """Nodes of one model, between any two of which `link_bytes_per_s` go in each direction."""
+    """Nodes of one model. Between any two of them `link_bytes_per_s` go in each direction."""
 
     model: ModelCard
     hardware: HardwareCard
     link_bytes_per_s: float
 
     def chunks(self, num_tokens: int, num_nodes: int) -> list[range]:
-        """Chunks that take equally long, as many as end first (`workers.prefill.chunks`).
+        """Return chunks that take equally long, as many as make the prompt end first
+        (`workers.prefill.chunks`).
 
-        The server's rule, with the time that a pass takes by itself here.
+        The rule is the server's, with the duration of a pass by the roofline.
         """
         costs = LayerCosts(2 * self.model.num_linear_weights / self._flops, self._pair_s)
         whole_s, pass_s = costs.of_tokens(0, num_tokens), num_nodes * self.stage_s(range(0), num_nodes)
@@ -54,16 +55,17 @@ class PrefillNodes:
         return [range(start, end) for start, end in itertools.pairwise([0, *ends, num_tokens])]
 
     def stage_s(self, chunk: range, num_nodes: int) -> float:
-        """Seconds of a stage for a chunk: of its layers, or of sending hidden states if that is longer."""
+        """Return the seconds of a stage for a chunk: of its layers, or of sending hidden states if that is
+        longer."""
         computed_s = STATED.iteration_overhead_s + self._layers_s(len(chunk), chunk.start) / num_nodes
         return max(computed_s, self.hidden_s(len(chunk)) if num_nodes > 1 else 0.0)
 
     def hidden_s(self, num_tokens: int) -> float:
-        """Seconds in which the hidden states of a chunk go to the next node."""
+        """Return the seconds in which the hidden states of a chunk go to the next node."""
         return num_tokens * self.model.hidden * DTYPE_BYTES["bfloat16"] / self._bytes_per_s
 
     def sp_s(self, num_tokens: int, num_nodes: int, attention: Attention) -> float:
-        """Seconds of a prompt on `num_nodes` idle nodes that share its tokens."""
+        """Return the seconds of a prompt on `num_nodes` idle nodes that share its tokens."""
         if num_nodes == 1:
             return STATED.iteration_overhead_s + self._layers_s(num_tokens, 0)
         part = num_tokens / num_nodes
@@ -71,7 +73,8 @@ class PrefillNodes:
         return STATED.iteration_overhead_s + linear_s + self._steps_s(part, num_nodes, attention)
 
     def _steps_s(self, part: float, num_nodes: int, attention: Attention) -> float:
-        """Seconds of attention in all layers: the longest node's in each step, or the transfer beside it."""
+        """Return the seconds of attention in all layers: of the slowest node in each step, or of the transfer
+        beside it."""
         num_layers, block_s = self.model.num_layers, part * part * self._pair_s
         send_s = num_layers * STEP_S + part * self.model.kv_bytes_per_token / self._bytes_per_s
         # The last node has nothing masked but in the first step; striped, half is masked on every node.
@@ -80,7 +83,7 @@ class PrefillNodes:
         return sum(max(step_s, send_s) for step_s in steps_s[:-1]) + steps_s[-1]
 
     def sent_bytes(self, num_tokens: int, num_nodes: int, *, is_pipeline: bool) -> float:
-        """The bytes that a node sends for a prompt."""
+        """Return the bytes that a node sends for a prompt."""
         if is_pipeline:
             return float(num_tokens * self.model.hidden * DTYPE_BYTES["bfloat16"])
         return (num_nodes - 1) * num_tokens / num_nodes * self.model.kv_bytes_per_token
@@ -100,6 +103,6 @@ class PrefillNodes:
         return self.link_bytes_per_s * STATED.nic
 
     def _layers_s(self, num_tokens: float, num_before: int) -> float:
-        """Seconds of all layers for new tokens on one node."""
+        """Return the seconds of all layers for new tokens on one node."""
         share = PromptShare(int(num_tokens), num_before)
         return Roofline(self.model, self.hardware).iteration_s([share], 0) - STATED.iteration_overhead_s

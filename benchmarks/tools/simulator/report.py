@@ -16,7 +16,7 @@ REPORT_FILE = "report.json"
 
 
 class SimulatedRun(msgspec.Struct, frozen=True):
-    """One load on one cluster. `reasons`: why requests were rejected."""
+    """One load on one cluster. `reasons`: the numbers of rejections by reason."""
 
     cluster: str
     load: str
@@ -32,7 +32,7 @@ class SimulatedRun(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What was simulated, and what came out."""
+    """The description of a simulation, and its results."""
 
     command: str
     settings: dict[str, Any]
@@ -45,7 +45,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def print_report(report: Report, console: Console) -> None:
-    """One column a run."""
+    """Print a table with one column for each run."""
     table = Table(title="simulated: " + ", ".join(dict.fromkeys(run.cluster for run in report.runs)))
     table.add_column("")
     for run in report.runs:
@@ -84,7 +84,7 @@ def _rows(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _elastic(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
-    """The changes of roles and moves of requests, if there were any."""
+    """Return the rows about changes of roles and moves of requests; none if there were none."""
     counts = [run.conductor or {} for run in runs]
     if not any(of.get("num_switches") or of.get("num_moves") for of in counts):
         return []

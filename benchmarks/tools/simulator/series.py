@@ -1,6 +1,6 @@
 """The load over time, as Figures 9 and 10 of the Mooncake paper draw it.
 
-Owns: samples, one a second. Does not know: what made them.
+Owns: samples, one a second. Does not know: the causes of the load.
 """
 
 from array import array
@@ -15,9 +15,11 @@ COLUMNS = ("time_s", "prefill_load", "decode_load", "num_queued", "num_decoding"
 
 
 class LoadSeries:
-    """The `on_second` of a cluster. A load is the mean over the instances of a pool (section 7.1): prefill's
-    is what its queue needs in relation to the TTFT SLO, decode's what an iteration takes in relation to the
-    TBT SLO."""
+    """The `on_second` callback of a cluster that samples the loads.
+
+    A load is the mean over the instances of a pool (section 7.1): for prefill the seconds of the queue in
+    relation to the TTFT SLO, for decode those of an iteration in relation to the TBT SLO.
+    """
 
     def __init__(self, slos: SLOs) -> None:
         self._ttft_slo_s, self._tbt_slo_s = slos.ttft_s or 1.0, slos.tbt_s or 1.0

@@ -1,4 +1,4 @@
-"""What is simulated, as a description from which a cluster is made, and one run of it.
+"""The description of a simulation, from which a cluster is made, and one run of it.
 
 Owns: descriptions and their errors. Does not know: the command line, pictures.
 """
@@ -47,52 +47,55 @@ class Leave(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster: `num_prefill` and `num_decode` instances, `num_both` of them or beside them, or
-    `num_coupled`. Defaults are those of the server, but for `inlining`, and Mooncake's testbed."""
+    """A cluster of `num_prefill` and `num_decode` instances, of `num_both` instances with or without those,
+    or of `num_coupled` ones.
+
+    Defaults are those of the server, except for `inlining`, and Mooncake's testbed.
+    """
 
     model: str = "llama3-70b"
     hardware: str = "a800"
     num_gpus: int | None = None
     """GPUs of an instance; None: a whole node."""
     profile: str | None = None
-    """File of costs that replace the cards'."""
+    """A file of costs that replace the cards'."""
     num_prefill: int = 0
     num_decode: int = 0
     num_both: int = 0
-    """instances with both roles, under the Conductor"""
+    """Instances with both roles, under the Conductor."""
     inlining: bool = False
-    """decode instances too compute prompts, where that adds the least waiting"""
+    """Whether decode instances also compute prompts, where that adds the least waiting."""
     rebalancing: bool = False
-    """roles of instances change as the load does, and requests move between decode instances"""
+    """Whether roles of instances change as the load does, and requests move between decode instances."""
     joins: tuple[Join, ...] = ()
     """Instances that join later."""
     leaves: tuple[Leave, ...] = ()
     """Instances that leave before the end."""
     num_coupled: int = 0
     chunk_tokens: int | None = None
-    """Chunks of coupled instances, which compute whole prompts without."""
+    """Tokens of a chunk of coupled instances; None: they compute whole prompts."""
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = PolicySettings().kvcache_balancing_threshold
     load_threshold: float = PolicySettings().load_threshold
     overload: Overload = Overload.PREDICTION
     max_waiting: int = 0
-    """The requests that are deferred instead of rejected while decode's load is too high."""
+    """Requests that are deferred instead of rejected while decode's load is too high, at most."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     block_tokens: int = BLOCK_TOKENS
-    """of a block of KVCache; the blocks of loads consist of whole ones"""
+    """Tokens of a KVCache block. The blocks of loads consist of whole ones."""
     pool_tokens: int | None = None
-    """Tokens of an instance's part of the pool; None: what its DRAM holds."""
+    """Tokens of an instance's part of the pool; None for the number that its DRAM holds."""
     nic_gbps: float | None = None
-    """Network bandwidth of an instance; None: what its hardware has."""
+    """Network bandwidth of an instance in Gbit/s; None for that of its hardware."""
     prefill_chunk: int = 2048
     prefill_layer_window: bool = False
     max_batch: int = 256
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     rejects: bool = True
-    """Whether requests that would miss an SLO are rejected; else SLOs only measure."""
+    """Whether requests that would miss an SLO are rejected; otherwise SLOs are only measured."""
     checks_reservations: bool = False
-    """Whether the double check is made when pages are reserved, too."""
+    """Whether the double check is also made when pages are reserved."""
     seed: int = 0
 
     @property
@@ -115,7 +118,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shape(self) -> InstanceShape:
-        """Raises ConfigError for names that are none and SLOs that nothing could meet."""
+        """Return the shape of the instances. Raises ConfigError for unknown names and SLOs that nothing could
+        meet."""
         model, hardware = model_card(self.model), hardware_card(self.hardware)
         if self.num_gpus is not None:
             hardware = hardware.with_gpus(self.num_gpus)
@@ -166,7 +170,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def cluster(self, on_second: OnSecond | None = None) -> DisaggregatedCluster | CoupledCluster:
-        """Raises ConfigError."""
+        """Return the cluster. Raises ConfigError."""
         shape = self.shape()
         if self.num_coupled:
             return CoupledCluster(shape, self.num_coupled, self.chunk_tokens)
@@ -205,7 +209,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """A run makes many objects, few of them in cycles: looking for these takes a twentieth of its time."""
+    """Make a context in which garbage is collected less often.
+
+    A run makes many objects, few of them in cycles; looking for these takes a twentieth of its time.
+    """
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
     try:
@@ -217,7 +224,7 @@ def _seldom_collected() -> Iterator[None]:
 def simulate(
     setup: Setup, load: Iterable[TraceRequest], load_name: str = "", on_second: OnSecond | None = None
 ) -> tuple[SimulatedRun, Results]:
-    """One run. Raises ConfigError, TraceError."""
+    """Run one simulation. Raises ConfigError, TraceError."""
     cluster = setup.cluster(on_second)
     began_s = time.process_time()
     with _seldom_collected():

@@ -1,4 +1,4 @@
-"""What a run says: latencies, goodput, hits, by the papers' definitions.
+"""The figures of a run: latencies, goodput, hits, by the papers' definitions.
 
 TBT of a request is the mean of its longest 10% of token gaps; a request is *effective* when TTFT and TBT are
 both within their SLOs (Mooncake, FAST'25). Rejected and failed requests are not effective.
@@ -15,7 +15,7 @@ from benchmarks.tools.simulator.cluster.requests import Outcome, Results
 
 
 class SLOs(NamedTuple):
-    """The SLOs that requests are measured by; None: any time is good enough."""
+    """The SLOs by which requests are measured; None: any time is good enough."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -34,7 +34,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: "np.ndarray[Any, Any]") -> "Distribution":
-        """NaN counts as no value."""
+        """Return the distribution of the values that are not NaN."""
         values = values[~np.isnan(values)]
         if not len(values):
             return cls(0.0, 0.0, 0.0, 0.0)
@@ -42,7 +42,8 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Figures of one run. Shares are 0 to 1; tokens and prefill seconds are of all requests that ended."""
+    """Figures of one run. Shares are from 0 to 1. Tokens and prefill seconds are of all requests that
+    ended."""
 
     num_requests: int
     num_finished: int
@@ -60,9 +61,9 @@ class Summary(msgspec.Struct, frozen=True):
     """Share of the finished requests within the SLO."""
     tbt_attainment: float
     cached_share: float
-    """Share of all input tokens that was cached, wherever it was found."""
+    """The cached share of all input tokens, wherever they were found."""
     fetched_share: float
-    """Share of all input tokens that came from other instances."""
+    """The share of all input tokens that came from other instances."""
     prefill_s_per_request: float
     """Seconds of a device for each request."""
 
@@ -73,7 +74,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarize(results: Results, slos: SLOs = NO_SLOS) -> Summary:
-    """The figures of one run."""
+    """Return the figures of one run."""
     outcome = results["outcome"]
     finished = outcome == Outcome.FINISHED
     in_ttft = _within(results["ttft_s"], slos.ttft_s) & finished
@@ -102,7 +103,8 @@ def summarize(results: Results, slos: SLOs = NO_SLOS) -> Summary:
 
 
 def _within(values: "np.ndarray[Any, Any]", slo_s: float | None) -> "np.ndarray[Any, Any]":
-    """A request with one token has no gaps: NaN is within every SLO."""
+    """Return which values are within an SLO. NaN is within every SLO: a request with one token has no
+    gaps."""
     if slo_s is None:
         return np.ones(len(values), np.bool_)
     return ~(values > slo_s)

@@ -1,6 +1,6 @@
 """Loads: traces of real services, mixes, and synthetic loads that resemble a trace.
 
-`request` is the vocabulary, `reading` the files, `replay` how a trace is played, `arrivals`, `mixes` and
-`synthetic` what has no file, `fitting` what a trace says about itself. Nothing here knows who is loaded: the
-load generator and simulators use it alike.
+`request` is the vocabulary, `reading` parses files, `replay` changes how a trace is played, `arrivals`,
+`mixes` and `synthetic` make loads without a file, `fitting` computes figures of a trace. Nothing here knows
+the loaded system: load generator and simulator use the same modules.
 """

@@ -11,10 +11,10 @@ from benchmarks.tools.traces.request import TraceError
 
 
 def arrivals(rate_per_s: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Seconds, ascending, without end. The gaps are drawn from a gamma distribution.
+    """Yield arrival times in seconds, ascending, without end. The gaps are drawn from a gamma distribution.
 
-    `burstiness` is the variance of the number of arrivals in a long window by its mean: 1 is a Poisson
-    process, 0 a clock, more than 1 comes in bursts. Raises TraceError.
+    `burstiness` is the variance of the number of arrivals in a long window, divided by its mean: 1 is a
+    Poisson process, 0 a clock, and above 1 arrivals come in bursts. Raises TraceError.
     """
     if rate_per_s <= 0 or burstiness < 0:
         raise TraceError(

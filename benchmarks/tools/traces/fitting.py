@@ -1,4 +1,4 @@
-"""What a trace says about itself: its figures, and the parameters of a synthetic load that resembles it.
+"""Figures of a trace, and the parameters of a synthetic load that resembles it.
 
 Prefixes are followed with a table of all block ids, so memory grows with the number of different blocks.
 
@@ -18,15 +18,15 @@ from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceReque
 from benchmarks.tools.traces.synthetic import SyntheticLoad, Values
 
 NUM_PARTS = 64
-"""Values that stand for a distribution."""
+"""The number of values that stand for a distribution."""
 SHARED_BY = 0.5
-"""Share of the prompts that must have a leading block for it to count as shared by all."""
+"""The share of the prompts that must have a leading block for the block to count as shared by all."""
 WINDOW_S = 30.0
-"""Seconds in which arrivals are counted for the burstiness; longer than the ticks of traces."""
+"""Seconds of a window in which arrivals are counted for the burstiness; longer than the ticks of traces."""
 
 
 class TraceSummary(NamedTuple):
-    """Figures of a trace; hit rates are of one cache without limits: of blocks, and of the tokens in them."""
+    """Figures of a trace. Hit rates are of one unlimited cache: of blocks, and of the tokens in them."""
 
     num_requests: int
     duration_s: float
@@ -42,14 +42,14 @@ class Fit(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """The latest request that a block was seen in."""
+    """The latest request in which a block was seen."""
 
     arrival_s: float
     num_input_tokens: int
 
 
 def fit(requests: Iterable[TraceRequest]) -> Fit:
-    """Raises TraceError for a trace with less than two arrivals."""
+    """Return the fit of a trace. Raises TraceError for a trace with fewer than two arrivals."""
     trace = list(requests)
     if len(trace) < 2 or trace[-1].arrival_s <= trace[0].arrival_s:
         raise TraceError(
@@ -107,7 +107,7 @@ def fit(requests: Iterable[TraceRequest]) -> Fit:
 
 
 def values_of(samples: Sequence[float]) -> Values:
-    """The means of equally large parts of the sorted samples."""
+    """Return the means of equally large parts of the sorted samples."""
     ordered = sorted(samples)
     num_parts = min(NUM_PARTS, len(ordered))
     bounds = [len(ordered) * part // num_parts for part in range(num_parts + 1)]
@@ -123,7 +123,7 @@ def _num_found(hash_ids: Sequence[int], known: dict[int, _Known]) -> int:
 
 
 def _num_shared_blocks(trace: Sequence[TraceRequest]) -> int:
-    """Leading blocks that `SHARED_BY` of all prompts have."""
+    """Return the number of leading blocks that `SHARED_BY` of all prompts have."""
     for index in range(max(len(request.hash_ids) for request in trace)):
         at_index = Counter(request.hash_ids[index] for request in trace if index < len(request.hash_ids))
         if at_index.most_common(1)[0][1] < SHARED_BY * len(trace):
@@ -132,7 +132,8 @@ def _num_shared_blocks(trace: Sequence[TraceRequest]) -> int:
 
 
 def _burstiness(arrivals_s: Sequence[float]) -> float:
-    """Variance by mean of the arrivals in windows of `WINDOW_S`; 1 where there are too few of them."""
+    """Return the variance of the arrivals in windows of `WINDOW_S`, divided by the mean; 1 for too few
+    windows."""
     num_windows = math.floor((arrivals_s[-1] - arrivals_s[0]) / WINDOW_S)
     if num_windows < 10:
         return 1.0

@@ -1,4 +1,4 @@
-"""Loads of a few classes of requests with fixed lengths; prompts share nothing.
+"""Loads of a few classes of requests with fixed lengths. Prompts share nothing.
 
 Owns: the classes of the named mixes, and the SLOs that belong to them. Does not know: who is loaded.
 """
@@ -12,7 +12,7 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class RequestClass(NamedTuple):
-    """`share` of all requests."""
+    """A class of requests, with its `share` of all requests."""
 
     share: float
     num_input_tokens: int
@@ -20,7 +20,7 @@ class RequestClass(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """Classes whose shares add up to 1, and what their users expect."""
+    """Classes whose shares add up to 1, and the SLOs that their users expect."""
 
     classes: tuple[RequestClass, ...]
     ttft_slo_s: float
@@ -30,11 +30,11 @@ class Mix(NamedTuple):
 MIXES = {
     "chat-and-documents": Mix((RequestClass(0.8, 120, 64), RequestClass(0.2, 1500, 16)), 5.0, 0.15),
 }
-"""Short chats beside long prompts: the load that shows how much prefills disturb decoding."""
+"""Short chats beside long prompts: a load that shows how much prefills disturb decoding."""
 
 
 def mixed(mix: Mix, rate_per_s: float, burstiness: float, seed: int) -> Iterator[TraceRequest]:
-    """Requests of a mix, without end."""
+    """Yield requests of a mix, without end."""
     rng = random.Random(seed)
     shares = [of_class.share for of_class in mix.classes]
     for arrival_s in arrivals(rate_per_s, burstiness, rng):

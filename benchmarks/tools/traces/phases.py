@@ -1,6 +1,6 @@
-"""Loads that change: a phase with long prompts, then one with long answers, again and again; bursts; growth.
+"""Loads that change: phases with long prompts and with long answers in turn, bursts, growth.
 
-Owns: phases, and their requests one behind the other. Does not know: who is loaded.
+Owns: phases, and the sequence of their requests. Does not know: the loaded system.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class Phase(NamedTuple):
-    """A time of `duration_s` seconds with requests of one kind, `rate_per_s` of them in a second."""
+    """A time of `duration_s` seconds with requests of one kind, `rate_per_s` of them a second."""
 
     duration_s: float
     rate_per_s: float
@@ -22,7 +22,8 @@ class Phase(NamedTuple):
 
 
 def in_phases(phases: Sequence[Phase], burstiness: float, seed: int) -> Iterator[TraceRequest]:
-    """Yield the requests of the phases in turn, from the first again behind the last; prompts share nothing.
+    """Yield the requests of the phases in turn, and then of the first again, without end. Prompts share
+    nothing.
 
     Args:
         phases: The phases; at least one.

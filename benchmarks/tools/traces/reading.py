@@ -1,9 +1,9 @@
 """Traces in files: Mooncake's format, and CSV; plain or `.gz`.
 
-A file is read a line at a time, however long it is. A line that is no request ends the reading with an
-error that names it. Two things are repaired, counted and told instead, because real traces have them: a
-request that lacks an input or an output (it failed where the trace was taken) is left out, and one that is
-earlier than the one before it arrives with that one.
+A file is read a line at a time, however long it is. A line that is no request ends the reading with an error
+that names it. Two faults of real traces are repaired, counted and reported instead: a request without an
+input or an output (it failed where the trace was recorded) is left out, and a request that is earlier than
+the one before it arrives together with that one.
 
 Owns: formats. Does not know: what a trace is used for.
 """
@@ -27,13 +27,13 @@ _OUTPUTS = ("num_output_tokens", "output_length", "output", "generatedtokens", "
 
 
 class TraceFile:
-    """Iterates over the requests of one file, in the order of their arrival; the first one arrives at 0.
+    """An iterable of the requests of one file, in the order of their arrival; the first one arrives at 0.
 
-    `num_dropped` and `num_out_of_order` count what was repaired in the latest iteration.
+    `num_dropped` and `num_out_of_order` count the repairs of the latest iteration.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises TraceError for a file of an unknown kind."""
+        """Prepare the reading. Raises TraceError for a file of an unknown kind."""
         self.path = path
         suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         parsers: dict[str, Callable[[Iterator[str], str], Iterator[tuple[int, TraceRequest]]]] = {
@@ -49,7 +49,7 @@ class TraceFile:
 
     @property
     def repairs(self) -> str:
-        """What was repaired, for people; empty if nothing was."""
+        """The repairs as text for people; empty if there were none."""
         said = []
         if self.num_dropped:
             said.append(f"{self.num_dropped} requests without input or output left out")
@@ -58,7 +58,7 @@ class TraceFile:
         return "; ".join(said)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Raises TraceError."""
+        """Yield the requests. Raises TraceError."""
         self.num_dropped = self.num_out_of_order = 0
         first_s = latest_s = None
         try:
@@ -151,7 +151,7 @@ def _column(header: list[str], names: tuple[str, ...], path: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    """A number of seconds, or a date and time. Raises ValueError."""
+    """Parse a number of seconds, or a date and time. Raises ValueError."""
     try:
         seconds = float(text)
     except ValueError:

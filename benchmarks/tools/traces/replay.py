@@ -1,8 +1,8 @@
-"""How a trace is played: without its ticks, faster, with other lengths, in part.
+"""Changes of a played trace: without its ticks, faster, with other lengths, in part.
 
-Each function takes requests in the order of their arrival and gives them in that order, one at a time.
+Each function takes requests in the order of their arrival and yields them in that order, one at a time.
 
-Owns: changes of a load. Does not know: where it comes from, and who gets it.
+Owns: changes of a load. Does not know: where the load comes from, which system gets it.
 """
 
 import itertools
@@ -16,9 +16,10 @@ TICK_S = 3.0
 
 
 def jittered(requests: Iterable[TraceRequest], jitter_s: float, seed: int) -> Iterator[TraceRequest]:
-    """Requests that share a tick of a coarse clock arrive within `jitter_s` from it, before the next tick.
+    """Spread the requests of each tick of a coarse clock over `jitter_s` from the tick, but not beyond the
+    next one.
 
-    Published traces have such ticks (Mooncake's: 3 s); played as they are, every tick is a burst.
+    Published traces have such ticks (Mooncake's: 3 s). Played unchanged, every tick would be a burst.
     """
     rng = random.Random(seed)
     ticks = itertools.groupby(requests, key=lambda request: request.arrival_s)
@@ -41,11 +42,11 @@ def _next_tick(
 
 
 def at_speed(requests: Iterable[TraceRequest], speed: float) -> Iterator[TraceRequest]:
-    """`speed` 2 plays two hours in one."""
+    """Yield the requests at another speed: 2 plays two hours in one."""
     for request in requests:
         yield request._replace(arrival_s=request.arrival_s / speed)
 
 
 def until(requests: Iterable[TraceRequest], duration_s: float) -> Iterator[TraceRequest]:
-    """What arrives before `duration_s`."""
+    """Yield the requests that arrive before `duration_s`."""
     return itertools.takewhile(lambda request: request.arrival_s < duration_s, requests)

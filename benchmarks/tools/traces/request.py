@@ -1,6 +1,6 @@
 """One request of a load, and the error of loads that cannot be made.
 
-Owns: the vocabulary of loads. Does not know: where they come from, or whom they are sent to.
+Owns: the vocabulary of loads. Does not know: where loads come from, which system gets them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,15 @@ BLOCK_TOKENS = 512
 
 
 class TraceError(MooncakeError):
-    """A trace or a description of a load that cannot be used; names the file and the line."""
+    """A trace or a description of a load cannot be used. The message names the file and the line."""
 
 
 class TraceRequest(NamedTuple):
-    """`hash_ids` name the blocks of the prompt, the last of which may be partial. An id stands for a block
-    and all that is before it: equal ids mean equal prefixes. Without ids a prompt shares nothing."""
+    """One request. `hash_ids` name the blocks of the prompt, the last of which may be partial.
+
+    An id stands for a block and all tokens before it, so equal ids mean equal prefixes. A prompt without ids
+    shares nothing.
+    """
 
     arrival_s: float
     """Seconds since the load's beginning."""
@@ -28,12 +31,12 @@ class TraceRequest(NamedTuple):
 
 
 def num_blocks_of(num_tokens: int) -> int:
-    """Blocks of a prompt, the partial one included."""
+    """Return the number of blocks of a prompt, the partial one included."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
 def in_blocks(load: Iterable[TraceRequest], block_tokens: int) -> Iterator[TraceRequest]:
-    """The same requests with ids of shorter blocks: each block is divided into equal ones."""
+    """Yield the same requests with ids of shorter blocks: each block is divided into equal ones."""
     num_parts = BLOCK_TOKENS // block_tokens
     for request in load:
         if num_parts > 1:

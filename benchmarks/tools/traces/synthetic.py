@@ -2,7 +2,7 @@
 
 A request begins a conversation, or follows an earlier one: then its prompt begins with the whole blocks of
 that one's prompt, or, where the user went back and changed something, with a share of them, and has new
-tokens behind. What was answered is among the new tokens: its blocks have no name that the load could know.
+tokens behind. Earlier answers are among the new tokens, as the load cannot know the ids of their blocks.
 
 Owns: the model of a load and its parameters. Does not know: where the parameters come from (`fitting`).
 """
@@ -19,33 +19,33 @@ from benchmarks.tools.traces.arrivals import arrivals
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceRequest, num_blocks_of
 
 MAX_OPEN = 20_000
-"""Conversations that may still be followed; the oldest are forgotten first."""
+"""Conversations that may still be continued; the oldest are forgotten first."""
 
 Values = tuple[float, ...]
-"""A distribution: the means of equally likely parts of it, ascending. One value is a constant."""
+"""A distribution as the means of its equally likely parts, ascending. One value is a constant."""
 
 
 class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters, as in the JSON that `mooncake-bench fit` writes."""
+    """The parameters, in the form of the JSON that `mooncake-bench fit` writes."""
 
     rate_per_s: float
     first_input_tokens: Values
     """Tokens of prompts that begin a conversation, shared prefix included."""
     output_tokens: Values
     burstiness: float = 1.0
-    """Variance of the number of arrivals by its mean; 1 is a Poisson process."""
+    """The variance of the number of arrivals, divided by its mean; 1 is a Poisson process."""
     shared_prefix_tokens: int = 0
-    """Tokens that all prompts begin with, as a system prompt; whole blocks of 512."""
+    """Tokens with which all prompts begin, like a system prompt; whole blocks of 512."""
     follow_up_share: float = 0.0
-    """Share of all requests that follow an earlier one."""
+    """The share of all requests that continue an earlier one."""
     turn_gap_s: Values = (60.0,)
     """Seconds from one arrival of a conversation to the next."""
     kept_share: Values = (1.0,)
-    """Share of the whole blocks of the followed prompt that is kept."""
+    """The share of the whole blocks of the continued prompt that is kept."""
     added_input_tokens: Values = (200.0,)
-    """Tokens behind the kept blocks: the answer, and what the user says next."""
+    """Tokens behind the kept blocks: the answer, and the user's next message."""
     max_input_tokens: int = 131_072
-    """Tokens at which a conversation ends instead of growing further."""
+    """The number of tokens at which a conversation ends."""
 
     def __post_init__(self) -> None:
         if self.rate_per_s <= 0 or self.burstiness < 0 or not 0 <= self.follow_up_share <= 1:
@@ -71,7 +71,7 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampler:
-    """Draws from `Values`, between the parts' means too, and keeps the mean of the whole."""
+    """A sampler that draws from `Values`, also between the parts' means, with the mean of the whole."""
 
     def __init__(self, values: Values) -> None:
         gaps = [after - before for before, after in itertools.pairwise(values)]
@@ -84,7 +84,7 @@ class Sampler:
 
 
 def synthesize(load: SyntheticLoad, seed: int) -> Iterator[TraceRequest]:
-    """Requests without end."""
+    """Yield requests without end."""
     rng = random.Random(seed)
     output_tokens, turn_gap_s = Sampler(load.output_tokens), Sampler(load.turn_gap_s)
     prompts = _Prompts(load, rng)
@@ -105,7 +105,7 @@ class _Prompt(msgspec.Struct, frozen=True):
 
 
 class _Prompts:
-    """Makes prompts; new blocks get new ids."""
+    """A maker of prompts, which gives new ids to new blocks."""
 
     def __init__(self, load: SyntheticLoad, rng: random.Random) -> None:
         self._load, self._rng = load, rng
@@ -133,7 +133,7 @@ class _Prompts:
 
 
 class _Conversations:
-    """The conversations that may be followed, by their latest arrival."""
+    """The conversations that may be continued, by their latest arrival."""
 
     def __init__(self) -> None:
         self._arrivals_s: list[float] = []
@@ -146,7 +146,8 @@ class _Conversations:
             del self._arrivals_s[:MAX_OPEN], self._prompts[:MAX_OPEN]
 
     def take(self, arrived_s: float) -> _Prompt | None:
-        """The one whose latest arrival is nearest to `arrived_s`."""
+        """Remove and return the conversation whose latest arrival is nearest to `arrived_s`; None if there is
+        none."""
         if not self._prompts:
             return None
         index = bisect.bisect(self._arrivals_s, arrived_s)

@@ -1,5 +1,5 @@
-"""What needs no trace: costs of single prompts and batches, when reuse pays, and what occupies memory how
-long."""
+"""Results that need no trace: costs of single prompts and batches, the bandwidth at which reuse pays, and the
+occupancy of memory."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ _A800 = Roofline(MODELS["llama2-70b"], HARDWARE["a800"])
 
 
 def run_shapes(trace: Trace, folder: Path) -> Outcome:
-    """Figure 2: latency and throughput, normalized to the first of each."""
+    """Compute Figure 2: latency and throughput, normalized to the first of each."""
     prefills = [_A800.iteration_s([PromptShare(length, 0)], 0) for length in LENGTHS]
     steps = [_A800.iteration_s((), batch) + batch * CONTEXT * _A800.kv_token_s for batch in BATCHES]
     return Outcome(
@@ -47,7 +47,8 @@ def _normalized(what: str, sizes: tuple[int, ...], seconds: list[float]) -> Tabl
 
 
 def needed_bytes_per_s(model: ModelCard, hardware: HardwareCard, prefix: int) -> float:
-    """Bandwidth from which reuse pays: KVCache of the prefix by the time that computing it takes at peak.
+    """Return the bandwidth from which reuse pays: the prefix's KVCache divided by the time of computing it at
+    peak.
 
     FAST'25: B / G > 2 d s / (gqa (a p d + b d^2)), with G the peak, a = 4, b = 22, s bytes an element.
     """
@@ -81,7 +82,8 @@ def run_reuse(trace: Trace, folder: Path) -> Outcome:
 
 
 def _banaserve_layer() -> list[list[str | float | None]]:
-    """BanaServe, equation 17: a layer of Llama-3.1-8B, 1,000 tokens of which half are cached."""
+    """Compute equation 17 of BanaServe for a layer of Llama-3.1-8B and 1,000 tokens, of which half are
+    cached."""
     model, card = MODELS["llama-3.1-8b"], HARDWARE["a100"].with_gpus(1)
     compute_s = Roofline(model, card).iteration_s([PromptShare(500, 500)], 0) / model.num_layers
     transfer_s = 500 * model.kv_bytes_per_token / model.num_layers / (200 * GBPS)
@@ -93,7 +95,7 @@ def _banaserve_layer() -> list[list[str | float | None]]:
 
 
 def run_occupancy(trace: Trace, folder: Path) -> Outcome:
-    """Section 5.2: bytes of device memory times seconds, for one prompt's KVCache."""
+    """Compute section 5.2: bytes of device memory times seconds, for one prompt's KVCache."""
     model, card = MODELS["llama2-70b"], HARDWARE["a800"]
     pcie_bytes_per_s = card.pcie_bytes_per_s * STATED.pcie
     rows: list[list[str | float | None]] = []

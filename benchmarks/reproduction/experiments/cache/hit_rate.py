@@ -17,7 +17,7 @@ CAPACITIES_M = (3, 10, 50)
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Two rows a policy."""
+    """Simulate each policy and capacity: two rows a policy."""
     prompts = read_trace(trace.path)
     most = 2 * len({key for prompt in prompts for key in prompt.keys})
     unlimited = replay(prompts, EvictionPolicy.LRU, most).blocks

@@ -1,5 +1,5 @@
-"""The three-stage pipeline of layers, fetch, compute and store: from which bandwidth on it hides transfers
-(BanaServe, section 4.2, equations 12 to 17)."""
+"""The three-stage pipeline of layers (fetch, compute, store), and the bandwidth from which on it hides
+transfers (BanaServe, section 4.2, equations 12 to 17)."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,8 @@ CACHED = (0.25, 0.5, 0.75, 0.9, 0.97)
 DEVICES = (("llama-3.1-8b", "a100", 1), ("llama-13b", "a100", 1), ("llama3-70b", "a800", 8))
 PAPER_GBPS = 200.0
 MEASURED_S = {1024: 0.714, 2048: 1.692, 4096: 4.650, 8160: 13.857}
-"""Computing half of so many tokens behind the other half: docs/benchmarks.md, "Prefill"."""
+"""Measured seconds of computing half of that many tokens behind the other half (docs/benchmarks.md,
+"Prefill")."""
 SMOLLM2_LAYERS, SMOLLM2_LAYER_BYTES = 30, 3 * 64 * 2 * 2
 """Layers of SmolLM2-135M, and bytes of a token's KVCache in one (equation 15)."""
 SLOW_S = {
@@ -23,8 +24,8 @@ SLOW_S = {
     4096: (7.328, 7.393, 15.082),
     8160: (21.071, 21.093, 42.326),
 }
-"""Computing so many tokens alone, and with stores that take as long, in the pipeline and after computing:
-from the same page."""
+"""Measured seconds of that many tokens: computation alone, and with stores that take as long, in the pipeline
+and after the computation (from the same page)."""
 
 
 class Layer(NamedTuple):
@@ -79,7 +80,8 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _shown() -> Table:
-    """Return the time of a pass whose transfers take as long as computing, in times of computing alone."""
+    """Return the time of a pass whose transfers take as long as the computation, divided by that of the
+    computation."""
     rows: list[list[Cell]] = []
     for num_tokens, (alone_s, pipeline_s, after_s) in SLOW_S.items():
         predicted = overlapped_s(alone_s, alone_s, SMOLLM2_LAYERS) / alone_s

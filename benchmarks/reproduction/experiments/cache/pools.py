@@ -1,4 +1,4 @@
-"""Global against local pool, network bandwidth, and how many nodes of which kind: Mooncake (FAST'25)."""
+"""A global against a local pool, network bandwidth, and the best division of nodes: Mooncake (FAST'25)."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ RATIO_REQUESTS = 3000
 
 
 def run_global(trace: Trace, folder: Path) -> Outcome:
-    """The same nodes with and without each other's KVCache."""
+    """Simulate the same nodes with and without access to each other's KVCache."""
     (local, _), (shared, _) = (simulate(setup, trace.load()) for setup in (LOCAL, GLOBAL))
     pairs = {
         "hit rate (of input tokens)": (local.summary.cached_share, shared.summary.cached_share, 2.22),
@@ -38,7 +38,7 @@ def run_global(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_bandwidth(trace: Trace, folder: Path) -> Outcome:
-    """A row a bandwidth."""
+    """Simulate each bandwidth: a row each."""
     rows: list[list[str | float | None]] = []
     for nic_gbps in NIC_GBPS:
         setup = Setup(num_prefill=8, num_decode=8, nic_gbps=nic_gbps)
@@ -48,7 +48,7 @@ def run_bandwidth(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_ratio(trace: Trace, folder: Path) -> Outcome:
-    """A row a division of the nodes."""
+    """Simulate each division of the nodes: a row each."""
     rows: list[list[str | float | None]] = []
     for num_prefill in PREFILLS:
         setup = Setup(
@@ -64,7 +64,7 @@ def run_ratio(trace: Trace, folder: Path) -> Outcome:
 
 
 def global_remark(outcome: Outcome) -> str:
-    """Both ratios."""
+    """Return the remark with both ratios."""
     hits, gpu_time, _ = outcome.tables[0].rows
     return (
         f"GPU time falls to {number(gpu_time[4]):.2f} times the local one (published"
@@ -76,7 +76,7 @@ def global_remark(outcome: Outcome) -> str:
 
 
 def ratio_remark(outcome: Outcome) -> str:
-    """Return which division is best."""
+    """Return the remark that says which division is best."""
     best = max(outcome.tables[0].rows, key=lambda row: number(row[1]))
     even = f"{NUM_NODES // 2}P+{NUM_NODES // 2}D"
     if best[0] == even:

@@ -49,8 +49,8 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    """Return for each different block how many requests after the first one have it: hits of a pool that
-    forgets nothing."""
+    """Return for each different block the number of requests after the first one that have it: its hits in an
+    unlimited pool."""
     num_requests = Counter(block for request in requests for block in request.hash_ids)
     return [num - 1 for num in num_requests.values()]
 
@@ -88,7 +88,7 @@ def _draw(inputs: Sequence[int], outputs: Sequence[int], hits: Sequence[int], pa
 
 
 def remark(outcome: Outcome) -> str:
-    """Say what is like the published trace, and what is not."""
+    """Return the remark about likeness to the published trace, and differences."""
     (prompt, answer), blocks = outcome.tables[0].rows, outcome.tables[1].rows
     return (
         "Another hour than the published one: prompts are"

@@ -1,1 +1,1 @@
-"""Prefill and decode apart or together, and how many instances of each."""
+"""Experiments about prefill and decode on separate or on the same instances, and the numbers of instances."""

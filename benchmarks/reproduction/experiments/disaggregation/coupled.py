@@ -17,7 +17,7 @@ TTFT_SLO_S = 30.0
 CHUNK = 2048
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 6.0)
 ATTAINMENT = 0.9
-"""Share of the requests that must be effective where a cluster counts as good enough."""
+"""The share of requests that must be effective for a cluster to count as good enough."""
 PUBLISHED_GAINS = {0.1: 498, 0.2: 157, 0.3: 59}
 
 
@@ -33,7 +33,7 @@ def systems(num_nodes: int, model: str) -> list[Setup]:
 
 
 def run_real_workload(trace: Trace, folder: Path) -> Outcome:
-    """A row a system, at the trace's own speed."""
+    """Simulate each system at the trace's own speed: a row each."""
     slos = SLOs(TTFT_SLO_S, 0.1)
     drawn, rows = [], []
     for setup, published in zip(systems(20, "llama2-70b"), (1.0, 0.57, None), strict=True):
@@ -57,7 +57,7 @@ def run_real_workload(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_capacity(trace: Trace, folder: Path) -> Outcome:
-    """Requests/s that a cluster takes while enough of them are effective, by TBT SLO."""
+    """Find the requests a second that each cluster takes while enough of them are effective, by TBT SLO."""
     setups = systems(16, "llama3-70b")
     sweeps = [_sweep(setup, trace) for setup in setups]
     rows: list[list[str | float | None]] = []
@@ -79,7 +79,8 @@ def run_capacity(trace: Trace, folder: Path) -> Outcome:
 
 
 def _prefill_time(setups: Sequence[Setup], sweeps: Sequence[Sequence[tuple[float, Results]]]) -> Table:
-    """GPU time of prefills at the trace's own speed; iterations with chunks are not prefills alone."""
+    """Return the table of the GPU time of prefills at the trace's own speed. Clusters with chunked prefill
+    are left out, as their iterations are not prefills alone."""
     ours_s, whole_s = (float(sweep[0][1]["prefill_s"].mean()) for sweep in sweeps[:2])
     ratio = f"{100 * (ours_s / whole_s - 1):+.0f}%"
     header = ["", *(setup.name for setup in setups[:2]), "difference, published", "ours"]
@@ -91,7 +92,8 @@ def _gain(ours: float, rivals: float) -> str:
 
 
 def _sweep(setup: Setup, trace: Trace) -> list[tuple[float, Results]]:
-    """(offered requests/s, results) by speed; ends where a cluster serves less than half of the requests."""
+    """Return pairs of offered requests a second and results, by speed, up to the first at which less than
+    half are served."""
     sweep: list[tuple[float, Results]] = []
     for speed in SPEEDS:
         simulated, results = simulate(setup, trace.load(speed, SWEEP_REQUESTS))
@@ -117,7 +119,7 @@ def capacity_per_s(sweep: Sequence[tuple[float, Results]], slos: SLOs) -> float:
 
 
 def real_workload_remark(outcome: Outcome) -> str:
-    """Return which system wins."""
+    """Return the remark that says which system wins."""
     ours, whole, chunked = outcome.tables[0].rows
     wins = number(ours[2]) > max(number(whole[2]), number(chunked[2]))
     return (
@@ -132,7 +134,7 @@ def real_workload_remark(outcome: Outcome) -> str:
 
 
 def capacity_remark(outcome: Outcome) -> str:
-    """How the gain falls."""
+    """Return the remark about the decline of the gain."""
     rows = outcome.tables[0].rows
     gains = [number(row[1]) / number(row[2]) for row in rows]
     falls = gains == sorted(gains, reverse=True)

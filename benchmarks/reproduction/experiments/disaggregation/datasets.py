@@ -12,10 +12,10 @@ from benchmarks.tools.simulator.summary import Summary
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 TTFT_FACTOR, TBT_FACTOR = 10.0, 5.0
-"""SLOs in times of the 90th percentiles at the lowest rate."""
+"""The SLOs as multiples of the 90th percentiles at the lowest rate."""
 LOWEST_RATE_PER_S, HIGHEST_RATE_PER_S = 0.01, 16.0
 NUM_ALONE, NUM_REQUESTS = 20, 200
-"""Requests at the lowest rate, and at others."""
+"""The numbers of requests at the lowest rate, and at other rates."""
 NUM_HALVINGS = 8
 
 BASE = Setup(model="llama2-70b", rejects=False)
@@ -28,7 +28,7 @@ SYSTEMS = (
 
 
 def _simulated(num_tokens: int) -> SyntheticLoad:
-    """The first half of every prompt is the same."""
+    """Return a load of prompts of which the first half is always the same."""
     return SyntheticLoad(1.0, (float(num_tokens),), (512.0,), shared_prefix_tokens=num_tokens // 2)
 
 
@@ -43,7 +43,7 @@ DATASETS = {
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """A row a dataset."""
+    """Simulate each dataset: a row each."""
     rows: list[list[str | float | None]] = []
     for name, (load, published) in DATASETS.items():
         alone = _summary(SYSTEMS[0], load, LOWEST_RATE_PER_S, NUM_ALONE)
@@ -58,7 +58,8 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def highest_rate_per_s(setup: Setup, load: SyntheticLoad, ttft_slo_s: float, tbt_slo_s: float) -> float:
-    """The highest rate at which the 90th percentiles of TTFT and TBT are within the SLOs, by bisection."""
+    """Find, by bisection, the highest rate at which the 90th percentiles of TTFT and TBT are within the
+    SLOs."""
     low, high = math.log(LOWEST_RATE_PER_S), math.log(HIGHEST_RATE_PER_S)
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -78,7 +79,7 @@ def _summary(
 
 
 def remark(outcome: Outcome) -> str:
-    """Return which system wins where."""
+    """Return the remark that says which system wins where."""
     rows = outcome.tables[0].rows
     wins = sum(number(row[3]) > max(number(row[5]), number(row[6])) for row in rows)
     more = sum(number(row[3]) > number(row[4]) for row in rows)

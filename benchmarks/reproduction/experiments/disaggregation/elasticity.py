@@ -27,7 +27,8 @@ BASE = Setup(
 )
 OF_TRACE = Setup(model="llama3-70b", num_prefill=4, num_decode=4, ttft_slo_s=10.0, tbt_slo_s=0.05)
 TUNED_SEED, SEEDS = 1, (11, 12)
-"""The seed with which thresholds were chosen, and those of the page; loads that change seldom have one."""
+"""The seed with which thresholds were tuned, and other seeds. Loads that rarely change use only the first of
+these."""
 NUM_TRACE_REQUESTS = 1500
 
 
@@ -39,7 +40,7 @@ class Kind:
     num_output_tokens: int
 
     def at(self, rate_per_s: float, duration_s: float) -> "Part":
-        """So many of them in a second, for a time."""
+        """Return a part with that many requests of this kind a second, for a time."""
         return Part(self, rate_per_s, duration_s)
 
 
@@ -62,7 +63,8 @@ class Part:
 
 
 LONG_PROMPTS, LONG_ANSWERS, EVEN = Kind(4096, 128), Kind(1024, 1024), Kind(2048, 400)
-"""Prefill takes four times as much of the instances' time as decode; the other way round; as much."""
+"""Kinds for which prefill takes four times the instances' time of decode, a quarter of it, and the same
+time."""
 
 
 def _spread(mean: int) -> Values:
@@ -95,7 +97,7 @@ LOADS: list[tuple[str, list[Part]]] = [
 
 
 def requests_of(parts: Sequence[Part], seed: int) -> Iterator[TraceRequest]:
-    """Yield the requests of all parts, one behind the other. Prompts share nothing."""
+    """Yield the requests of all parts in sequence. Prompts share nothing."""
     began_s = 0.0
     for index, part in enumerate(parts):
         for request in part.requests(1000 * seed + index):
@@ -128,7 +130,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 def _row(
     name: str, setup: Setup, load: Callable[[], Iterator[TraceRequest]], num_parts: int | None
 ) -> list[Cell]:
-    """Compare rebalancing, which begins with an equal division, with all fixed ones."""
+    """Compare a rebalancing cluster, which begins with an equal division, with all fixed divisions."""
     num = setup.num_prefill + setup.num_decode
     fixed = [
         msgspec.structs.replace(setup, num_prefill=prefill, num_decode=num - prefill)
@@ -151,7 +153,7 @@ def _row(
 
 
 def remark(outcome: Outcome) -> str:
-    """Say what rebalancing is worth, and how often roles change."""
+    """Return the remark about the gain by rebalancing, and the frequency of changes."""
     rows = outcome.tables[0].rows
 
     def ratios(beginning: str) -> str:

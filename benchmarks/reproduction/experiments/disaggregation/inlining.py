@@ -1,4 +1,5 @@
-"""Prompts inlined by choice, against clusters that always transfer KVCache and clusters that never do."""
+"""Prompts inlined by choice, compared with clusters that always transfer KVCache and clusters that never
+do."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,9 @@ LENIENT = tuple(msgspec.structs.replace(setup, ttft_slo_s=LENIENT_TTFT_S) for se
 SPEEDS, LENIENT_SPEEDS = (0.5, 1.0, 1.5, 2.0), (1.0, 2.0)
 NUM_TRACE_REQUESTS, NUM_RANDOM, NUM_REQUESTS = 1500, 10, 800
 OFFERED = 1.1
-"""Offered load of a random one, by what the nodes can compute."""
+"""The offered load of a random load, as a share of the nodes' capacity."""
 BATCH = 60
-"""Requests that share an iteration, for that estimate."""
+"""The number of requests that share an iteration, for the estimate of capacity."""
 
 
 def drawn_load(seed: int) -> SyntheticLoad:
@@ -118,7 +119,7 @@ def _effective_tokens(results: Results, setup: Setup) -> float:
 
 
 def remark(outcome: Outcome) -> str:
-    """Say how often the choice is as good as the better of the two."""
+    """Return the remark about how often the choice is as good as the better of the two."""
     rows = outcome.tables[0].rows
     ratios = [number(row[5]) for row in rows]
     num_good, worst = sum(ratio >= 0.99 for ratio in ratios), rows[ratios.index(min(ratios))]

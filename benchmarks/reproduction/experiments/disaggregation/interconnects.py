@@ -1,4 +1,5 @@
-"""KVCache transfers by interconnect, and split efficiency: `Disaggregated serving explained`."""
+"""KVCache transfers by interconnect, and split efficiency, after the guide `Disaggregated serving
+explained`."""
 
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofl
 from conductor.performance.model import overlapped_s
 
 INTERCONNECTS = {"InfiniBand 200 Gbit/s": 25e9, "InfiniBand 400 Gbit/s": 50e9, "NVLink 4.0": 450e9}
-"""Bytes/s, as the guide counts them."""
+"""Interconnects with their bytes a second, as the guide counts them."""
 PUBLISHED_MS = {
     512: (6.4, 3.2, 0.36),
     2048: (25.6, 12.8, 1.4),
@@ -18,7 +19,8 @@ PUBLISHED_MS = {
 }
 PUBLISHED_EFFICIENCY = {256: 0.38, 512: 0.56, 1024: 0.72, 2048: 0.84, 4096: 0.91, 8192: 0.95}
 SLOWER = {"25 Gbit/s": 25 * GBPS, "10 Gbit/s": 10 * GBPS}
-"""Bytes/s of Ethernet; the first is the guide's example of an interconnect that is too slow."""
+"""Slower Ethernets with their bytes a second; the first is the guide's example of too slow an
+interconnect."""
 
 _MODEL = MODELS["llama2-70b"]
 _COSTS = Roofline(_MODEL, HARDWARE["a100"])
@@ -35,17 +37,17 @@ def prefill_s(num_tokens: int) -> float:
 
 
 def shown_s(num_tokens: int, bytes_per_s: float) -> float:
-    """Return the seconds of a transfer after prefill has ended, if layers leave as they are computed.
+    """Return the visible seconds of a transfer after prefill has ended, if each layer is sent once computed.
 
-    The link is idle until the first layer has been computed; from then on the layers follow one another as
-    the slower of computing and sending allows (Mooncake, section 5.2).
+    The link is idle until the first layer has been computed. From then on layers follow at the speed of the
+    slower of computing and sending (Mooncake, section 5.2).
     """
     compute_s = prefill_s(num_tokens)
     return overlapped_s(compute_s, transfer_s(num_tokens, bytes_per_s), _MODEL.num_layers) - compute_s
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Return transfer times, then split efficiencies."""
+    """Compute transfer times, then split efficiencies."""
     rows: list[list[Cell]] = []
     for num_tokens, published_ms in PUBLISHED_MS.items():
         row: list[Cell] = [f"{num_tokens:,}"]
@@ -59,7 +61,8 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _efficiencies() -> Table:
-    """Return prefill time by prefill and transfer time, for transfers after prefill and by layer."""
+    """Return the split efficiencies, prefill time / (prefill + transfer), for transfers after prefill and by
+    layer."""
     links = {"200 Gbit/s": INTERCONNECTS["InfiniBand 200 Gbit/s"], **SLOWER}
     rows: list[list[Cell]] = []
     for num_tokens, published in PUBLISHED_EFFICIENCY.items():
@@ -76,7 +79,7 @@ def _efficiencies() -> Table:
 
 
 def remark(outcome: Outcome) -> str:
-    """Say what the length changes, and what a transfer by layer does."""
+    """Return the remark about the effect of the length, and of transfers by layer."""
     first, last = outcome.tables[1].rows[0], outcome.tables[1].rows[-1]
     produced_gbps = 8192 * _MODEL.kv_bytes_per_token / prefill_s(8192) / GBPS
     return (

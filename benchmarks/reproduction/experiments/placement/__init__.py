@@ -1,1 +1,1 @@
-"""Experiments about placement: the instances that requests get, and refusals."""
+"""Experiments about placement: the instances that requests get, and rejections."""

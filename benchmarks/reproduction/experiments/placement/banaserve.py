@@ -1,5 +1,4 @@
-"""Load-aware routing by measured utilisation, by queues, and Algorithm 1: BanaServe, Figure 2(a) and
-Algorithm 2."""
+"""Routing by measured utilisation, by queues, and by Algorithm 1 (BanaServe, Figure 2(a) and Algorithm 2)."""
 
 import random
 from collections.abc import Iterator
@@ -27,9 +26,9 @@ POLICIES = {
     MEASURED: (Scheduling.BANASERVE, SETUP.load_threshold),
     TTFT: (Scheduling.KVCACHE_CENTRIC, SETUP.load_threshold),
 }
-"""Policy and delta_L of each rule. With a threshold of 0 Algorithm 2 always chooses by its queues."""
+"""The policy and delta_L of each rule. With a threshold of 0 Algorithm 2 always chooses by its queues."""
 NUM_PREFIXES, PREFIX_BLOCKS, SKEW = 64, 8, 1.2
-"""Prefixes, of which the n-th is wanted n ** -SKEW times as often as the first."""
+"""The number and length of prefixes. The n-th prefix is wanted n ** -SKEW times as often as the first."""
 NEW_TOKENS, OUTPUT_TOKENS = 512, 100
 RATE_PER_S = 20.0
 NUM_REQUESTS = 1000
@@ -40,11 +39,11 @@ _SKEWED, _TRACE = f"skewed prefixes, {RATE_PER_S:g} req/s", "conversation trace"
 class _Run(NamedTuple):
     summary: Summary
     imbalance: float
-    """Busy time of the busiest prefill instance, by the mean."""
+    """The busy time of the busiest prefill instance, divided by the mean."""
 
 
 def skewed(rate_per_s: float, seed: int = SEED) -> Iterator[TraceRequest]:
-    """Prompts that begin with one of few prefixes, without end."""
+    """Yield, without end, prompts that begin with one of a few prefixes."""
     rng = random.Random(seed)
     weights = [(n + 1) ** -SKEW for n in range(NUM_PREFIXES)]
     new_ids = count(NUM_PREFIXES * PREFIX_BLOCKS)
@@ -56,7 +55,7 @@ def skewed(rate_per_s: float, seed: int = SEED) -> Iterator[TraceRequest]:
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """A row a load and rule."""
+    """Simulate each load and rule: a row each."""
     rows: list[list[Cell]] = []
     for load in (_SKEWED, _TRACE):
         for rule, (scheduling, threshold) in POLICIES.items():
@@ -100,7 +99,7 @@ def _simulated(setup: Setup, load: Iterator[TraceRequest]) -> _Run:
 
 
 def remark(outcome: Outcome) -> str:
-    """What the rows say."""
+    """Return the remark that compares the rules."""
     of = {(str(row[0]), str(row[1])): number(row[2]) for row in outcome.tables[0].rows}
     ratios = {
         other: [of[load, MEASURED] / of[load, other] for load in (_SKEWED, _TRACE)]

@@ -33,7 +33,7 @@ NUM_REQUESTS = 1500
 SEEDS = (SEED, SEED + 1, SEED + 2)
 PICTURE = "overload.svg"
 MAX_WAITING = (0, 16, 128)
-"""Lengths of the queue in which requests are deferred; the last is never full."""
+"""Lengths of the queue of deferred requests; the last is never full."""
 
 
 def _lognormal(median: float, sigma: float, least: float, most: float) -> Values:
@@ -53,8 +53,8 @@ CHATS = SyntheticLoad(
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """The paper's cluster, then one in which decoding is short: with two loads, and with the double check
-    before prefill as well."""
+    """Simulate the paper's cluster, then one short of decode capacity with two loads, also with a double
+    check before prefill."""
     rows: list[list[str | float | None]] = []
     for policy, published in PUBLISHED.items():
         setup = msgspec.structs.replace(PAPERS, overload=policy)
@@ -94,7 +94,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _deferred(max_waiting: int, load: Callable[[int], Iterable[TraceRequest]]) -> list[Summary]:
-    """Return a summary per seed with `prediction`, if so many requests may wait."""
+    """Return a summary for each seed with `prediction`, if up to `max_waiting` requests may be deferred."""
     setup = msgspec.structs.replace(DECODE_BOUND, overload=Overload.PREDICTION, max_waiting=max_waiting)
     return [simulate(setup, load(seed))[0].summary for seed in SEEDS]
 
@@ -117,7 +117,7 @@ def _chats(seed: int) -> Iterator[TraceRequest]:
 
 
 class _Run:
-    """One simulation."""
+    """The results of one simulation."""
 
     def __init__(self, base: Setup, policy: Overload, load: Iterable[TraceRequest]) -> None:
         setup = msgspec.structs.replace(base, overload=policy)
@@ -132,7 +132,7 @@ class _Run:
 
 
 def _row(name: str, runs: list[_Run]) -> list[str | float | None]:
-    """Means over the seeds."""
+    """Return a row of means over the seeds."""
     effective = [run.summary.num_effective for run in runs]
     counts = ([run.summary.num_rejected for run in runs], [run.num_wasted for run in runs], effective)
     swings = np.mean([run.swings for run in runs], axis=0).tolist()
@@ -140,12 +140,12 @@ def _row(name: str, runs: list[_Run]) -> list[str | float | None]:
 
 
 def _middle(load: np.ndarray) -> np.ndarray:
-    """Return a load without its beginning and its end."""
+    """Return a load over time without its beginning and end."""
     return load[len(load) // 10 : -(len(load) // 10)]
 
 
 def _order(values: list[float], *, falls: bool) -> str:
-    """Whether baseline, early rejection and prediction are in the published order."""
+    """Return a text that says whether baseline, early rejection and prediction are in the published order."""
     signed = [-value if falls else value for value in values[:3]]
     return "in the published order" if signed == sorted(set(signed)) else "not in the published order"
 
@@ -164,7 +164,7 @@ def _found(table: Table) -> str:
 
 
 def remark(outcome: Outcome) -> str:
-    """What differs between the policies."""
+    """Return the remark about the differences between the policies."""
     papers, *decode_bound, _, deferral = outcome.tables
     rejected = [number(row[2]) for row in papers.rows]
     span = " to ".join(dict.fromkeys(f"{count:,.0f}" for count in (min(rejected), max(rejected))))
@@ -182,7 +182,7 @@ def remark(outcome: Outcome) -> str:
 
 
 def _worth(deferral: Table) -> str:
-    """Say what deferring does to rejections and effective requests."""
+    """Return a text about the effect of deferring on rejections and effective requests."""
     parts = []
     for of_load in range(0, len(deferral.rows), len(MAX_WAITING)):
         none, *_, all_ = deferral.rows[of_load : of_load + len(MAX_WAITING)]

@@ -16,32 +16,32 @@ LENGTHS = (8192, 16384, 32768, 65536, 131072)
 LINKS_GBPS = (800, 200, 100, 25)
 NUM_PROMPTS = 6000
 LOADS = (0.5, 0.8)
-"""Offered work, as a share of what nodes that work apart compute at most."""
+"""Offered work as a share of what independent nodes can compute at most."""
 SHORT, LONG, LONG_SHARE = (4096, 16384), (65536, 131072), 0.1
-"""Ranges of tokens; a tenth of the prompts are long."""
+"""Ranges of tokens of short and of long prompts, and the share of long ones."""
 _STEP_TOKENS = 4096
 _LEAST_EFFICIENCY = 0.75
-"""Elastic sequence parallelism takes no more nodes than keep this share of their time for one node's work."""
+"""The least efficiency of an elastic group: the time of a single node by that of the group and its nodes."""
 
 
 class Arrival(NamedTuple):
-    """A prompt."""
+    """The arrival of a prompt."""
 
     at_s: float
     num_tokens: int
 
 
 Served = Callable[[PrefillNodes, Sequence[Arrival]], list[float]]
-"""Returns the seconds from each arrival to the first token; first come, first served."""
+"""A function that returns the seconds from each arrival to its first token; first come, first served."""
 
 
 def nodes_with(link_gbps: float) -> PrefillNodes:
-    """The nodes of the page, with links of this speed between two of them."""
+    """Return the nodes of the page, with links of this speed between any two of them."""
     return PrefillNodes(MODELS["llama3-70b"], HARDWARE["a800"], link_gbps * GBPS)
 
 
 def apart(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """Each node computes prompts by itself."""
+    """Compute each prompt on one node."""
     free_s, ttfts_s = [0.0] * NUM_NODES, []
     for at_s, num_tokens in arrivals:
         node = min(range(NUM_NODES), key=free_s.__getitem__)
@@ -51,7 +51,8 @@ def apart(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def pipeline(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """All nodes are one pipeline; a prompt's first chunk follows the last one of the prompt before."""
+    """Compute all prompts on one pipeline of all nodes: a prompt's first chunk follows the previous prompt's
+    last one."""
     ends_s, ttfts_s = [0.0] * NUM_NODES, []
     for at_s, num_tokens in arrivals:
         for stage_s, hidden_s in _stage_times(nodes, num_tokens):
@@ -64,7 +65,7 @@ def pipeline(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def group(attention: Attention, nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """All nodes share the tokens of one prompt after the other."""
+    """Compute one prompt after the other on all nodes, which share its tokens."""
     free_s, ttfts_s = 0.0, []
     for at_s, num_tokens in arrivals:
         free_s = max(at_s, free_s) + _sp_s(nodes, num_tokens, NUM_NODES, attention)
@@ -73,7 +74,7 @@ def group(attention: Attention, nodes: PrefillNodes, arrivals: Sequence[Arrival]
 
 
 def elastic(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """Each prompt gets the number of nodes with which it ends first (LoongServe, SOSP 2024)."""
+    """Compute each prompt on the number of nodes with which it ends first (LoongServe, SOSP 2024)."""
     free_s, ttfts_s = [0.0] * NUM_NODES, []
     for at_s, num_tokens in arrivals:
         free_s.sort()
@@ -105,13 +106,13 @@ def _sp_s(nodes: PrefillNodes, num_tokens: int, num_nodes: int, attention: Atten
 
 @functools.cache
 def _stage_times(nodes: PrefillNodes, num_tokens: int) -> list[tuple[float, float]]:
-    """The seconds of a stage, and of the way to the next one, by chunk."""
+    """Return, for each chunk, the seconds of a stage and of the way to the next one."""
     chunks = nodes.chunks(num_tokens, NUM_NODES)
     return [(nodes.stage_s(chunk, NUM_NODES), nodes.hidden_s(len(chunk))) for chunk in chunks]
 
 
 def traffic(load: float) -> list[Arrival]:
-    """Short and long prompts, at random moments."""
+    """Return short and long prompts at random times."""
     rng, at_s, nodes = random.Random(SEED), 0.0, nodes_with(LINKS_GBPS[0])
     drawn = [SHORT if rng.random() >= LONG_SHARE else LONG for _ in range(NUM_PROMPTS)]
     lengths = [rng.randrange(low, high + 1, _STEP_TOKENS) for low, high in drawn]
@@ -124,7 +125,7 @@ def traffic(load: float) -> list[Arrival]:
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Return times on idle nodes, by length and by link, and those of mixed traffic."""
+    """Compute times on idle nodes, by length and by link, and times of mixed traffic."""
     return Outcome([_by_length(), _by_link(), _mixed()])
 
 
@@ -173,7 +174,7 @@ def _mixed() -> Table:
 
 
 def remark(outcome: Outcome) -> str:
-    """Say where a pipeline wins, and what decides it."""
+    """Return the remark that says where a pipeline wins, and why."""
     lengths, links, mixed = outcome.tables
     first, last = lengths.rows[0], lengths.rows[-1]
     wins = [gbps for gbps in LINKS_GBPS if all(_wins(row) for row in links.rows if row[1] == gbps)]
@@ -200,7 +201,7 @@ def remark(outcome: Outcome) -> str:
 
 
 def _wins(row: Sequence[Cell]) -> bool:
-    """Whether the pipeline is ahead of striped attention in a row of the table by links."""
+    """Return whether the pipeline is faster than striped attention in a row of the table by links."""
     return number(row[2]) < number(row[4])
 
 

@@ -1,4 +1,4 @@
-"""Prefill scheduling, and the replicas of hot keys that it makes: Mooncake (FAST'25), the scheduling
+"""Prefill scheduling, and the replicas of hot keys that result: Mooncake (FAST'25), the scheduling
 experiments."""
 
 from collections import Counter
@@ -27,7 +27,7 @@ SAMPLED_EVERY_S = 20
 
 
 def run_policies(trace: Trace, folder: Path) -> Outcome:
-    """A row a policy."""
+    """Simulate each policy: a row each."""
     rows: list[list[str | float | None]] = []
     for scheduling, published_s in PUBLISHED_TTFT_S.items():
         setup = msgspec.structs.replace(SETUP, scheduling=scheduling)
@@ -50,7 +50,8 @@ def run_policies(trace: Trace, folder: Path) -> Outcome:
 
 
 class Replicas:
-    """The `on_second` of a cluster: on how many prefill instances keys are, at most over the time."""
+    """The `on_second` callback of a cluster that records the largest number of prefill instances with each
+    key."""
 
     def __init__(self, keys: list[BlockKey]) -> None:
         self._keys = keys
@@ -64,7 +65,7 @@ class Replicas:
 
 
 def run_replicas(trace: Trace, folder: Path) -> Outcome:
-    """On how many prefill instances the most used keys are."""
+    """Count the prefill instances that hold the most used keys."""
     uses: Counter[BlockKey] = Counter()
     for request in trace.load():
         uses.update(SimulatedRequest.of(0, request).block_keys)
@@ -83,7 +84,7 @@ def run_replicas(trace: Trace, folder: Path) -> Outcome:
 
 
 def policies_remark(outcome: Outcome) -> str:
-    """Order and steps."""
+    """Return the remark about the order of the policies and the steps between them."""
     ours = {str(row[0]): number(row[2]) for row in outcome.tables[0].rows}
     theirs = {policy.value: seconds for policy, seconds in PUBLISHED_TTFT_S.items() if seconds is not None}
     random, balanced, aware, centric = theirs  # from the longest to the shortest
@@ -111,7 +112,7 @@ def policies_remark(outcome: Outcome) -> str:
 
 
 def replicas_remark(outcome: Outcome) -> str:
-    """How far hot keys spread."""
+    """Return the remark about the spread of hot keys."""
     first, _, hundred, _ = outcome.tables[0].rows
     return (
         "As published: the hottest keys spread over the instances without anybody predicting what will be"

@@ -2,8 +2,7 @@
 
 While nobody joins or leaves, iteration i of a run takes `fixed_s + kv_token_s * (num_kv_tokens + i * size)`,
 so the time of n iterations is a sum in closed form, and so is the number of iterations that have begun by a
-given time. What a request has waited for each of its tokens is kept as runs of iterations, not token by
-token.
+given time. The gaps between a request's tokens are kept as runs of iterations, not token by token.
 
 Owns: who is in the batch, how many iterations it has made, the times between tokens. Does not know: the
 clock, why somebody joins.
@@ -16,7 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 LONGEST_SHARE = 0.1
-"""TBT of a request: the mean of its longest 10% of token gaps (Mooncake, FAST'25)"""
+"""The share of a request's token gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25)."""
 _MAX_RUNS = 4096
 Gaps = list[tuple[int, float]]
 """Gaps between tokens, as (number, seconds)."""
@@ -24,14 +23,15 @@ Gaps = list[tuple[int, float]]
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One request in the batch. `num_tokens`: with KVCache, `num_left`: still to be drawn, at its joining."""
+    """One request in the batch. When it joins, `num_tokens` have KVCache and `num_left` are still to be
+    drawn."""
 
     number: int
-    """Number in order of arrival."""
+    """The request's number in order of arrival."""
     num_tokens: int
     num_left: int
     left_s: float = 0.0
-    """Time of its latest token before it joined."""
+    """The time of the latest token before the request joined."""
     gaps: Gaps = field(default_factory=list)
     joined_iteration: int = 0
     first_run: int = 0
@@ -39,7 +39,7 @@ class Member:
 
     @property
     def last_iteration(self) -> int:
-        """The iteration that draws its last token."""
+        """The iteration that draws the last token."""
         return self.joined_iteration + self.num_left
 
 
@@ -50,12 +50,12 @@ class IterationCost(NamedTuple):
     kv_token_s: float
 
     def iterations_s(self, num_kv_tokens: int, size: int, num_iterations: int) -> float:
-        """Seconds of so many iterations."""
+        """Return the seconds of `num_iterations` iterations."""
         num_grown = size * num_iterations * (num_iterations - 1) / 2
         return num_iterations * (self.fixed_s + self.kv_token_s * num_kv_tokens) + self.kv_token_s * num_grown
 
     def iterations_by(self, num_kv_tokens: int, size: int, seconds: float) -> int:
-        """How many iterations have begun before `seconds` have passed; at least one."""
+        """Return the number of iterations that have begun before `seconds` have passed; at least one."""
         first_s = self.fixed_s + self.kv_token_s * num_kv_tokens
         half_growth_s = self.kv_token_s * size / 2
         linear_s = first_s - half_growth_s
@@ -64,7 +64,10 @@ class IterationCost(NamedTuple):
 
 
 class Batch:
-    """Invariant: `num_kv_tokens` is the sum over the members, the newest token of each left out."""
+    """The members of a batch.
+
+    Invariant: `num_kv_tokens` is the sum over the members, without the newest token of each.
+    """
 
     def __init__(self) -> None:
         self.num_kv_tokens = 0
@@ -103,7 +106,8 @@ class Batch:
         self._runs.append((0, seconds))
 
     def advance(self, num_iterations: int, seconds: float) -> list[Member]:
-        """Make so many iterations in so many seconds. Returns the members that have all tokens now."""
+        """Advance by that many iterations in that many seconds. Returns the members that have all tokens
+        now."""
         self._runs.append((num_iterations, seconds / num_iterations))
         self.num_iterations += num_iterations
         self.num_kv_tokens += num_iterations * self.size
@@ -118,7 +122,7 @@ class Batch:
         return ended
 
     def remove(self, member: Member) -> None:
-        """Remove a member with what it has. It may join again."""
+        """Remove a member, which keeps its tokens and may join again."""
         self._add_gaps(member)
         num_drawn = self.num_iterations - member.joined_iteration
         member.num_tokens += num_drawn
@@ -139,7 +143,7 @@ class Batch:
                 member.gaps.append((num_iterations, seconds))
 
     def num_left_of(self, member: Member) -> int:
-        """Tokens that a member has still to draw."""
+        """Return the number of tokens that a member has still to draw."""
         num_drawn = self.num_iterations - member.joined_iteration if member in self else 0
         return member.num_left - num_drawn
 
@@ -158,7 +162,7 @@ class Batch:
 
 
 def tbt_s(gaps: Gaps) -> float | None:
-    """Time between tokens of a request; None without gaps."""
+    """Return the time between tokens of a request; None without gaps."""
     if not gaps:
         return None
     num_longest = num_left = math.ceil(LONGEST_SHARE * sum(number for number, _ in gaps))

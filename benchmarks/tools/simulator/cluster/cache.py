@@ -29,8 +29,8 @@ _WATERMARKS = KVCacheConfig()
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A request's pages: those of its keys, in order, then private ones. `is_found` says of each key whether
-    its block was there."""
+    """The pages of a request: those of its keys, in order, then private ones. `is_found` says of each key
+    whether its block was there."""
 
     keys: Sequence[BlockKey]
     pages: list[int]
@@ -38,25 +38,25 @@ class Reservation:
 
     @property
     def num_found(self) -> int:
-        """Leading blocks that were there."""
+        """The number of leading blocks that were there."""
         return self.is_found.index(False) if False in self.is_found else len(self.is_found)
 
     @property
     def missing(self) -> list[int]:
-        """Indices of the pages whose blocks were not there, private ones included."""
+        """The indices of pages whose blocks were not there, private ones included."""
         missing = [index for index, is_found in enumerate(self.is_found) if not is_found]
         return missing + list(range(len(self.keys), len(self.pages)))
 
 
 class _Pages(PageTable):
-    """Pages without bytes: there is nothing to seal against damage."""
+    """A table of pages without bytes, whose seals protect nothing."""
 
     def _sealed_digest(self, page: int) -> int:
         return 0
 
 
 class SimulatedPool:
-    """`publish` gets the events of each batch, oldest first."""
+    """The simulated pool of one instance. `publish` gets the events of each batch, oldest first."""
 
     def __init__(
         self,
@@ -83,7 +83,8 @@ class SimulatedPool:
     def reserve(
         self, keys: Sequence[BlockKey], num_private: int, on_reserved: Callable[[Reservation], None]
     ) -> Callable[[], None]:
-        """Calls `on_reserved` when there is room: now, if there is. Returns what takes the wish back."""
+        """Call `on_reserved` as soon as there is room, maybe at once. Returns a callback that cancels the
+        wait."""
         wish = (keys, num_private, on_reserved)
         self._waiting.append(wish)
         self._serve()
@@ -105,7 +106,7 @@ class SimulatedPool:
             on_reserved(reservation)
 
     def _try_to_reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation | None:
-        """Uses what is there, takes pages for the rest; None without room."""
+        """Return a reservation of found blocks and of fresh pages for the others; None without room."""
         allocator = self.allocator
         places = list(map(allocator.index.get, keys))
         found = [page for page in places if page is not None]
@@ -146,11 +147,12 @@ class SimulatedPool:
             self._events.stored_all(Tier.DRAM, new_keys)
 
     def release(self, reservation: Reservation) -> None:
-        """Release pages, which may be evicted then, the last block first, or are free."""
+        """Release pages: those with blocks may be evicted from now on, the last block first; the others are
+        free."""
         self._unclaim(reservation.pages[::-1])
 
     def lease(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Pages of the leading blocks that are here; they stay until `end_lease`."""
+        """Lease the leading blocks that are here, and return their pages."""
         pages: list[int] = []
         for key in keys:
             page = self.allocator.index.get(key)
@@ -161,7 +163,7 @@ class SimulatedPool:
         return pages
 
     def end_lease(self, pages: list[int]) -> None:
-        """End a lease: the reader is done."""
+        """End a lease, as the reader has finished."""
         self._unclaim(pages[::-1])
 
     def _unclaim(self, pages: list[int]) -> None:

@@ -3,7 +3,7 @@
 Every message between front, Conductor and instances takes `MESSAGE_S`; tokens go straight to the front. The
 Conductor is ticked and hears heartbeats as often as in the server.
 
-Owns: who is connected to whom, the life of the requests. Does not know: what anything costs, who is compared.
+Owns: the connections, the life of the requests. Does not know: the costs of anything, what is compared.
 """
 
 from collections import Counter
@@ -73,7 +73,7 @@ _ORDERS = (
 
 
 class _CountedRequest(Request, frozen=True):
-    """A request of whose tokens only the number matters. The blocks of its output have no keys."""
+    """A request of which only the number of tokens matters. The blocks of its output have no keys."""
 
     def continued(self, output: list[int], block_size: int) -> Request:
         num_tokens = self.num_prompt_tokens + len(output)
@@ -81,10 +81,10 @@ class _CountedRequest(Request, frozen=True):
 
 
 class DisaggregatedCluster:
-    """`num_prefill`, `num_decode` and `num_both` instances under the Conductor. `on_second` is called each
-    second.
+    """A cluster of `num_prefill`, `num_decode` and `num_both` instances under the Conductor. `on_second` is
+    called each second.
 
-    `max_tokens` is what clients allow an answer to have; what it will have nobody knows.
+    `max_tokens` is the limit that clients set; the Conductor does not know the true length of an answer.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DisaggregatedCluster:
         return self._feed.num_submitted
 
     def run(self, load: Iterable[TraceRequest]) -> Results:
-        """All of `load`, until every request has ended."""
+        """Run all of `load`, until every request has ended."""
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
         for instance in self.instances:
             self._tell(instance.node.identity, self._registration(instance.node))
@@ -150,11 +150,11 @@ class DisaggregatedCluster:
     # -- instances ----------------------------------------------------------------------------------
 
     def join_at(self, at_s: float, role: Role) -> None:
-        """Let one more instance join then."""
+        """Plan that one more instance joins at that time."""
         self.clock.at(at_s, self._join, role)
 
     def leave_at(self, at_s: float, name: str) -> None:
-        """Let an instance drain then, and leave. Raises ConfigError if there is none of this name."""
+        """Plan that an instance drains and leaves at that time. Raises ConfigError for an unknown name."""
         if name not in self._nodes:
             raise ConfigError(f"there is no instance {name!r}; there are {', '.join(self._nodes)}")
         self.clock.at(at_s, self._tell, self._nodes[name].identity, Retire())

@@ -3,7 +3,7 @@
 Two kinds, as vLLM can be run: prompts are computed whole, in iterations of their own for which the running
 requests wait; or in chunks that share iterations with them. The KVCache of finished requests stays on the
 device until its pages are needed (the pool's code, least recently used first). Pages for a prompt and its
-answer are taken together, so nobody is ever preempted: that favours the rival.
+answer are taken together, so that no request is ever preempted, which favours the rival.
 
 Owns: one coupled instance. Does not know: which requests it gets.
 """
@@ -21,7 +21,7 @@ from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 
 @dataclass(slots=True, eq=False)
 class CoupledSequence:
-    """One request here. `num_done`: prompt tokens with KVCache."""
+    """One request at a coupled instance. `num_done`: prompt tokens with KVCache."""
 
     request: SimulatedRequest
     reservation: Reservation
@@ -30,12 +30,13 @@ class CoupledSequence:
 
     @property
     def num_left(self) -> int:
-        """Prompt tokens to be computed."""
+        """The number of prompt tokens still to be computed."""
         return self.request.num_input_tokens - self.num_done
 
 
 class CoupledInstance:
-    """`chunk_tokens`: most tokens of an iteration, if prompts are computed in chunks; None: they are not.
+    """A coupled instance. `chunk_tokens`: tokens of an iteration at most, if prompts are computed in chunks;
+    None: they are not.
 
     A whole prompt is computed with others up to `max_prefill_tokens`.
     """
@@ -69,7 +70,7 @@ class CoupledInstance:
         return IterationCost(self._costs.iteration_s((), self.batch.size), self._costs.kv_token_s)
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Takes a request."""
+        """Add a request to the wait queue."""
         self._waiting.append(request)
         if self._runner.is_running:
             self._runner.cut()
@@ -110,7 +111,8 @@ class CoupledInstance:
         self._clock.after(seconds, self._iteration_ended, planned, size, seconds)
 
     def _plan_chunks(self) -> list[tuple[CoupledSequence, int]]:
-        """Running requests first, prompts in order of arrival as far as there is room."""
+        """Return the prompt chunks of the next iteration: in order of arrival, as far as the running requests
+        leave room."""
         assert self._chunk_tokens is not None
         planned: list[tuple[CoupledSequence, int]] = []
         num_free = max(1, self._chunk_tokens - self.batch.size)
@@ -149,7 +151,7 @@ class CoupledInstance:
         self._iterate()
 
     def _begin(self, sequence: CoupledSequence) -> None:
-        """The first token has been drawn."""
+        """Record that the first token has been drawn, and let the sequence join the batch."""
         now_s = self._clock.now_s
         self.pool.arrived(sequence.reservation, range(len(sequence.request.block_keys)))
         sequence.request.first_token_s = sequence.member.left_s = now_s
@@ -171,7 +173,7 @@ class CoupledInstance:
 
 
 def num_pages_of(request: SimulatedRequest) -> int:
-    """Return the pages of the prompt and the answer."""
+    """Return the number of pages of the prompt and the answer."""
     return -(-(request.num_input_tokens + request.num_output_tokens) // request.block_tokens)
 
 

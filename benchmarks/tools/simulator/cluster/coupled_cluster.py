@@ -15,10 +15,10 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class CoupledCluster:
-    """Instances that do both, each request on the one with the fewest. `chunk_tokens` as in
-    `CoupledInstance`.
+    """A cluster of instances that do both stages. Each request is placed on the one with the fewest.
+    `chunk_tokens` as in `CoupledInstance`.
 
-    The prefix cache of each is what its device has beside the weights.
+    The prefix cache of each has the device memory that the weights leave.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CoupledCluster:
         ]
 
     def run(self, load: Iterable[TraceRequest]) -> Results:
-        """All of `load`, until every request has ended."""
+        """Run all of `load`, until every request has ended."""
         Feed(self.clock, load, self._block_tokens, self._submit)
         self.clock.run()
         return self.results

@@ -1,6 +1,6 @@
-"""Runs a batch on the virtual clock: one event for all iterations until somebody joins or leaves.
+"""The run of a batch on the virtual clock: one event for all iterations until a request joins or leaves.
 
-Owns: the run that is under way. Does not know: who joins, and why.
+Owns: the run in progress. Does not know: which requests join, and why.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from benchmarks.tools.simulator.cluster.machines.clock import Clock
 
 
 class BatchRunner:
-    """`iteration_cost` is that of the batch as it is. `on_end(num_iterations, seconds, ended members)` is
-    called when a run has ended; until somebody starts another one nothing happens."""
+    """A runner of one batch. `iteration_cost` is that of the present batch. `on_end(num_iterations, seconds,
+    ended members)` is called when a run has ended; the next run must be started."""
 
     def __init__(
         self,
@@ -32,8 +32,10 @@ class BatchRunner:
         return self._num_iterations > 0
 
     def start(self, max_iterations: int | None = None, extra_s: float = 0.0) -> None:
-        """Start a run until the first member ends, of at most so many iterations; of one if it takes
-        longer."""
+        """Start a run, which ends when a member ends, and after `max_iterations` at most.
+
+        With `extra_s` the run is a single iteration, which takes that much longer.
+        """
         batch = self._batch
         if extra_s:
             max_iterations = 1
@@ -45,7 +47,7 @@ class BatchRunner:
         self._plan_end()
 
     def cut(self) -> None:
-        """End the run with its present iteration, for whose end something waits."""
+        """End the run with its present iteration, as another action waits for that."""
         if self._num_iterations > 1:
             elapsed_s = self._clock.now_s - self._began_s
             num_begun = self._cost.iterations_by(self._batch.num_kv_tokens, self._batch.size, elapsed_s)

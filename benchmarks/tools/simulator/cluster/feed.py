@@ -1,6 +1,6 @@
-"""Brings the requests of a load to a simulated cluster.
+"""The arrival of a load's requests at a simulated cluster.
 
-Owns: when each arrives. Does not know: clusters.
+Owns: the time of each arrival. Does not know: clusters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class Feed:
-    """Brings each request when it arrives; holds one that has not."""
+    """A feed that submits each request when it arrives. It holds one request that has not arrived."""
 
     def __init__(
         self,

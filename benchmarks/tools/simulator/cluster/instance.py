@@ -1,6 +1,7 @@
-"""A simulated instance: it can do both stages, and does those of its present role.
+"""A simulated instance, which can do both stages and does those of its present role.
 
-Owns: which part gets which message, heartbeats. Does not know: what the parts do, who places requests.
+Owns: which part gets which message, heartbeats. Does not know: the work of the parts, how requests are
+placed.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Instance:
                 self.decode.receive(message)
 
     def heartbeat(self) -> Heartbeat:
-        """Say what a worker of the present role would."""
+        """Send the heartbeat of a worker with the present role."""
         pools = {self.node.name: self.node.pool_stats()}
         prefill, decode = self.prefill, self.decode
         if self.node.role is Role.PREFILL and not decode.num_sequences:

@@ -1,4 +1,4 @@
-"""What all simulated instances have: a name, a part of the pool, NICs, and the way to the Conductor.
+"""The common part of all simulated instances: a name, a part of the pool, NICs, and the way to the Conductor.
 
 Owns: an instance's identity. Does not know: what it computes.
 """
@@ -36,13 +36,13 @@ class Node:
     peers: Mapping[str, "Node"]
     """All instances by name."""
     machine: Machine | None = None
-    """The machine that it shares; None: one of its own."""
+    """The machine that the instance shares; None for one of its own."""
     outgoing: Port = field(init=False)
     incoming: Port = field(init=False)
     traffic: Traffic = field(init=False)
     messenger: MessengerAddress = field(init=False)
     identity: bytes = field(init=False)
-    """Identity of its socket at the Conductor."""
+    """The socket identity at the Conductor."""
     block_bytes: int = field(init=False)
     kv_bytes_per_token: float = field(init=False)
     busy_s: float = 0.0
@@ -92,10 +92,10 @@ class Node:
 
     @property
     def factor(self) -> float:
-        """The factor by which everything takes longer now, because others on this machine compute."""
+        """The factor by which all durations are longer now, because others on this machine compute."""
         return 1.0 if self.machine is None else self.machine.factor(self.name)
 
     def computes(self, is_computing: bool) -> None:
-        """Tell the others on this machine."""
+        """Tell the others on this machine whether this instance computes."""
         if self.machine is not None:
             self.machine.computes(self.name, is_computing)

@@ -1,4 +1,4 @@
-"""A simulated prefill instance: the server's own queue, passes as long as the cost model says.
+"""A simulated prefill instance: the server's own queue, with passes as long as the cost model says.
 
 A prompt's prefix comes from the own part of the pool, over PCIe, or from the instance that its order names,
 over the network; both layer by layer beside the computation. New KVCache streams to the decode instance
@@ -31,19 +31,19 @@ class Destination(Protocol):
     node: Node
 
     def arrived(self, ref: Ref) -> None:
-        """All KVCache of a reserved prompt is in the pool."""
+        """Record that all KVCache of a reserved prompt is in the pool."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A prefix on its way from another instance, whose lease keeps it there meanwhile."""
+    """A prefix in transfer from another instance, kept there by a lease."""
 
     source: Node
     pages: list[int]
     transfer: Transfer | None = None
 
     def end(self) -> None:
-        """Give the lease back."""
+        """End the lease."""
         self.source.pool.end_lease(self.pages)
 
 
@@ -56,7 +56,7 @@ class Job:
     queued: QueuedPrompt
     reservation: Reservation | None = None
     take_back: Callable[[], None] | None = None
-    """Callback that takes back its wish for pages."""
+    """A callback that cancels the wait for pages."""
     fetch: Fetch | None = None
     has_begun: bool = False
     is_computed: bool = False
@@ -65,7 +65,7 @@ class Job:
 
 
 class PrefillInstance:
-    """Takes `Prefill` and `Abort`; sends `Prefilled`."""
+    """A simulated prefill instance. It takes `Prefill` and `Abort`, and sends `Prefilled`."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class PrefillInstance:
         *,
         is_windowed: bool = False,
     ) -> None:
-        """`is_windowed`: its device has memory for a window of layers, so each pass of a prompt loads what
-        stands before it."""
+        """Prepare the instance. `is_windowed`: the device has memory for a window of layers, so that each
+        pass of a prompt loads the blocks before it."""
         self.node = node
         self._is_windowed = is_windowed
         self._queue = queue
@@ -97,7 +97,7 @@ class PrefillInstance:
 
     @property
     def queued_s(self) -> float:
-        """What computing all prompts that are here takes, one by one."""
+        """The seconds of computing all prompts that are here, one by one."""
         costs, of = self.node.costs, self._job_of
         return sum(costs.iteration_s([PromptShare(p.num_left, p.num_done)], 0) for p in of if p.num_left)
 
@@ -135,7 +135,7 @@ class PrefillInstance:
             )
 
     def _reserved(self, job: Job, reservation: Reservation) -> None:
-        """Reuse what is here, or what the order's source still has."""
+        """Reuse blocks that are here, or that the order's source still has."""
         self._admitting = None
         job.reservation = reservation
         block_size = self.node.layout.block_size
@@ -149,7 +149,8 @@ class PrefillInstance:
         self.node.clock.after(0.0, self._admit_next)
 
     def _begin_fetch(self, job: Job, num_local: int, prefix_source: PrefixSource | None) -> int:
-        """How many blocks come."""
+        """Begin to fetch the prefix from the order's source. Returns the number of blocks that will
+        arrive."""
         if prefix_source is None or prefix_source.num_blocks <= num_local:
             return 0
         source = self.node.peers[prefix_source.shards[0].messenger.instance]
@@ -179,7 +180,7 @@ class PrefillInstance:
             self._compute_ended()
 
     def replicate(self, order: Replicate) -> None:
-        """Fetch blocks that another instance has, and keep them. What does not come is not told."""
+        """Fetch blocks that another instance has, and keep them. A failure is not reported."""
         source = self.node.peers[order.shards[0].messenger.instance]
         pages = source.pool.lease(order.keys)
         keys = order.keys[: len(pages)]
@@ -225,7 +226,8 @@ class PrefillInstance:
         node.clock.after(overlapped_s(compute_s, copy_s, node.layout.num_layers), self._compute_ended)
 
     def _compute_ended(self) -> None:
-        """The last layer can only be computed when its prefix has come."""
+        """End the pass. If a prefix is still being fetched, the last layer is computed after it has
+        arrived."""
         if any(self._job_of[chunk.prompt].fetch is not None for chunk in self._pass):
             self._is_waiting_for_fetches = True
         elif self._is_waiting_for_fetches:
@@ -287,7 +289,8 @@ class PrefillInstance:
             self._end_stream(job)
 
     def _end_stream(self, job: Job) -> None:
-        """All has been sent but the last layer, which was computed last."""
+        """End the stream with the last layer, which was computed last and is the only one that has not been
+        sent."""
         last_layer_s = self._granted_bytes(job) / self.node.layout.num_layers / self.node.nic_bytes_per_s
         self.node.clock.after(last_layer_s, self._all_arrived, job)
 
@@ -298,7 +301,7 @@ class PrefillInstance:
     # -- ends ---------------------------------------------------------------------------------------
 
     def _abort(self, ref: Ref) -> None:
-        """What is computed with others ends with their pass."""
+        """Abort a prompt. A prompt in a pass is forgotten when the pass ends."""
         job = self._jobs.pop(ref, None)
         if job is None:
             return

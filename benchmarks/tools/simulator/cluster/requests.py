@@ -1,6 +1,6 @@
-"""The life of each simulated request, and what is kept of it when it has ended.
+"""The life of each simulated request, and the facts that are kept of it.
 
-Owns: times and outcomes. Does not know: who serves a request, SLOs.
+Owns: times and outcomes. Does not know: which instance serves a request, SLOs.
 """
 
 from array import array
@@ -16,11 +16,11 @@ from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
 ANY_TOKEN = 0
-"""Every token of an output."""
+"""The token id of every output token."""
 
 
 class Outcome(IntEnum):
-    """How a request ended. Exactly one for each."""
+    """The ways in which a request ends; each ends in exactly one."""
 
     FINISHED = 0
     REJECTED = 1
@@ -29,29 +29,32 @@ class Outcome(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request on its way. Times in seconds of the simulation."""
+    """A request in progress. Times are in seconds of the simulation."""
 
     number: int
     arrival_s: float
     num_input_tokens: int
     num_output_tokens: int
     block_keys: list[BlockKey]
-    """Keys of its full blocks; none if it shares nothing."""
+    """The keys of the request's full blocks; none if it shares nothing."""
     block_tokens: int = BLOCK_TOKENS
     num_cached_tokens: int = 0
     num_fetched_tokens: int = 0
     """Cached tokens that came from other instances."""
     prefill_s: float = 0.0
-    """Seconds of a device."""
+    """Seconds of a device that the prefill has taken."""
     first_token_s: float | None = None
     gaps: list[tuple[int, float]] = field(default_factory=list)
-    """Gaps between its tokens, as (number, seconds)."""
+    """The gaps between the request's tokens, as pairs (number, seconds)."""
     member: Member | None = None
     """The place in a batch, which a request keeps when it migrates; None before it is decoded."""
 
     @classmethod
     def of(cls, number: int, request: TraceRequest, block_tokens: int = BLOCK_TOKENS) -> "SimulatedRequest":
-        """A trace's ids stand for blocks and all tokens before them, as keys do."""
+        """Return the simulated request of a trace's request.
+
+        A trace's ids stand for a block and all tokens before it, as keys do.
+        """
         num_full = request.num_input_tokens // block_tokens
         keys = [hash_id.to_bytes(KEY_BYTES, "little") for hash_id in request.hash_ids[:num_full]]
         return cls(
@@ -60,17 +63,17 @@ class SimulatedRequest:
 
     @property
     def num_pages(self) -> int:
-        """Return the pool's pages for the prompt."""
+        """The number of pool pages for the prompt."""
         return -(-self.num_input_tokens // self.block_tokens)
 
     @property
     def num_private_pages(self) -> int:
-        """Pages of the prompt without a key."""
+        """The number of the prompt's pages without a key."""
         return self.num_pages - len(self.block_keys)
 
     @property
     def num_reusable_tokens(self) -> int:
-        """At least one token is always computed."""
+        """The number of prompt tokens that can be reused: all but one, as at least one token is computed."""
         return self.num_input_tokens - 1
 
 
@@ -92,7 +95,7 @@ class Results:
         self._columns |= {name: array("q") for name in _COUNTS}
 
     def end(self, request: SimulatedRequest, outcome: Outcome, now_s: float) -> None:
-        """The one end of this request."""
+        """Record the end of a request. To be called once."""
         ttft_s = tbt = None
         if outcome is Outcome.FINISHED:
             assert request.first_token_s is not None
@@ -121,5 +124,5 @@ class Results:
         return np.array(self._columns[name])
 
     def num(self, outcome: Outcome) -> int:
-        """Requests that ended so."""
+        """Return the number of requests with this outcome."""
         return self._columns["outcome"].count(outcome)

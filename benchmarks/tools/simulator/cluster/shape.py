@@ -1,4 +1,4 @@
-"""The shape of an instance in a simulated cluster: what all of its instances have in common.
+"""The shape of an instance in a simulated cluster: the properties that all of its instances share.
 
 Owns: this description. Does not know: instances, clusters.
 """
@@ -16,16 +16,16 @@ from mooncake.messages.blocks import KVLayout
 
 
 class JoinCosts(NamedTuple):
-    """Seconds by which an iteration takes longer when a request joins whose KVCache comes from elsewhere.
+    """The seconds by which an iteration is longer when a request joins whose KVCache comes from elsewhere.
 
-    Nothing where copies run beside the device; where the device is the processor, they take its time.
+    0 where copies run beside the device. Where the device is the processor, copies take its time.
     """
 
     constant_s: float = 0.0
     token_s: float = 0.0
 
     def seconds(self, num_tokens: int) -> float:
-        """Seconds for a request with the KVCache of so many tokens."""
+        """Return the seconds for a request with the KVCache of `num_tokens` tokens."""
         return self.constant_s + self.token_s * num_tokens
 
 
@@ -41,7 +41,7 @@ class InstanceShape:
     costs: Costs
     efficiencies: Efficiencies = STATED
     num_pool_blocks: int | None = None
-    """Blocks of a pool; None: what the hardware's DRAM holds."""
+    """Blocks of a pool; None for the number that the hardware's DRAM holds."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     prefill_chunk: int = 2048
     max_batch: int = 256
@@ -49,7 +49,7 @@ class InstanceShape:
     """Whether the double check is made at reservations too, as in `DecodeInstance`."""
     block_tokens: int = BLOCK_TOKENS
     saturating_tokens: int | None = None
-    """Tokens that saturate a pass, as in `PrefillQueue`."""
+    """Tokens from which on a larger pass is no faster, as in `PrefillQueue`."""
     prefill_layer_window: bool = False
     """Whether the devices of prefill instances have memory for only some layers at a time."""
     first_token_s: float = 0.0
@@ -69,7 +69,7 @@ class InstanceShape:
 
     @property
     def num_device_blocks(self) -> int:
-        """KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
+        """The number of KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
         memory_bytes = self.hardware.num_gpus * self.hardware.gpu_memory_bytes
         left_bytes = self.efficiencies.device_memory * memory_bytes - self.model.weights_bytes
         num_blocks = int(left_bytes // self.layout.block_bytes)

@@ -1,7 +1,7 @@
-"""What an instance's messenger knows of its transfers with others, as heartbeats tell the Conductor.
+"""An instance's transfers with others, as its messenger reports them in heartbeats.
 
-Owns: what is under way at this instance's request, and how fast it lately was, by peer. Does not know: what
-is sent.
+Owns: the transfers in flight at this instance's request, and their recent bandwidth, by peer. Does not know:
+what is sent.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from benchmarks.tools.simulator.cluster.machines.network import Network, Port, T
 from mooncake.messages.pools import PeerStats
 
 _WEIGHT = 0.3
-"""Weight of the latest transfer's bandwidth, against all before."""
+"""The weight of the latest transfer's bandwidth, against all before."""
 _NUM_STREAMS = 2
 
 
@@ -24,7 +24,7 @@ class _Peer:
 
 
 class Traffic:
-    """Transfers that one instance has asked for."""
+    """The transfers that one instance has asked for."""
 
     def __init__(self, clock: Clock, network: Network) -> None:
         self._clock, self._network = clock, network
@@ -37,7 +37,7 @@ class Traffic:
     def send(
         self, name: str, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]
     ) -> Transfer:
-        """Begins now, from or to the instance of this name."""
+        """Start a transfer now, from or to the instance with this name."""
         peer = self._peers.setdefault(name, _Peer(name))
         began_s = self._clock.now_s
 
@@ -54,7 +54,7 @@ class Traffic:
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """End a transfer before it has arrived; nothing if it has ended."""
+        """End a transfer before it has arrived. Idempotent."""
         if transfer in self._peer_of:
             self._forget(transfer)
             self._network.cancel(transfer)

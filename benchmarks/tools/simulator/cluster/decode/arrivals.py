@@ -77,7 +77,8 @@ class Arrivals:
             self._inlined.turns.add(sequence.prompt, partial(self._reserve_pages, sequence))
 
     def decode(self, order: Decode) -> None:
-        """Let a request whose prefill has ended wait for its turn. An unknown one has just been aborted."""
+        """Let a request whose prefill has ended wait for its turn. An unknown request has just been aborted,
+        and is ignored."""
         if (sequence := self._sequences.get(order.ref)) is not None:
             self.turns.add(sequence, order.time_left_s)
 
@@ -129,7 +130,7 @@ class Arrivals:
             self._load(sequence, sequence.member.num_tokens)
 
     def arrived(self, ref: Ref) -> None:
-        """Note that all KVCache of a prompt is in the pool."""
+        """Record that all KVCache of a prompt is in the pool."""
         sequence = self._sequences.get(ref)
         if sequence is None:
             return

@@ -20,7 +20,7 @@ from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiti
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt, of whose tokens `num_done` have KVCache."""
+    """A prompt of whose tokens `num_done` have KVCache."""
 
     request: SimulatedRequest
     member: Member
@@ -30,7 +30,7 @@ class Prompt:
 
     @property
     def num_left(self) -> int:
-        """Number of tokens to be computed."""
+        """The number of tokens still to be computed."""
         return self.request.num_input_tokens - self.num_done
 
 
@@ -44,7 +44,7 @@ class Mixed:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of all chunks."""
+        """The number of tokens of all chunks."""
         return sum(num_tokens for _, num_tokens in self.chunks)
 
     @property
@@ -54,7 +54,8 @@ class Mixed:
 
 
 class PrefixTurns:
-    """Turns of prompts with a common prefix: a later one begins when an earlier one has stored it.
+    """The turns of prompts with a common prefix: a later prompt begins when an earlier one has stored the
+    prefix.
 
     The rule is the server's (`workers.kvcache.shared_prefixes`).
     """
@@ -66,12 +67,12 @@ class PrefixTurns:
         self._waiting: dict[Prompt, Callable[[], None]] = {}
 
     def add(self, prompt: Prompt, begin: Callable[[], None]) -> None:
-        """Call `begin` when none before the prompt computes blocks that it can reuse."""
+        """Call `begin` when no earlier prompt computes blocks that this one can reuse."""
         self._num_held[prompt], self._waiting[prompt] = 0, begin
         self._begin_next()
 
     def reserved(self, prompt: Prompt, num_held: int) -> None:
-        """Note that a prompt has its pages, and how many of its leading blocks the pool held."""
+        """Record that a prompt has its pages, and the number of leading blocks that the pool held."""
         self._num_held[prompt] = num_held
         self._begin_next()
 
@@ -97,7 +98,7 @@ class PrefixTurns:
 
 
 class InlinedPrompts:
-    """The prompts that have device pages and are not computed yet, the first one to be computed first."""
+    """The prompts that have device pages and are not computed yet, in order of computation."""
 
     def __init__(self, predictors: IterationPredictors, limits: ChunkLimits) -> None:
         self._predictors, self._budget = predictors, PromptBudget(predictors, limits)
@@ -132,7 +133,7 @@ class InlinedPrompts:
         return Mixed(chunks, batch.size, batch.num_kv_tokens) if chunks else None
 
     def ended(self, iteration: Mixed, seconds: float) -> list[Prompt]:
-        """Learn from an iteration. Returns the prompts that are computed now; they are no longer here."""
+        """Learn from an iteration, and return the prompts that it has completed, which are removed."""
         num_tokens = iteration.num_prompt_tokens
         self._predictors.observe(iteration.batch_size, iteration.num_kv_tokens, num_tokens, seconds)
         computed = []

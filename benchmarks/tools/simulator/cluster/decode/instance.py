@@ -1,7 +1,7 @@
 """A simulated decode instance: continuous batching.
 
-A batch that outgrows the device preempts its newest member, which joins again later. How requests come to the
-batch is `arrivals`'; those that migrate are `migrating`'s.
+A batch that outgrows the device preempts its newest member, which joins again later. `arrivals` brings
+requests to the batch, `migrating` those that migrate.
 
 Owns: the batch and its iterations. Does not know: who placed requests here, prefill instances.
 """
@@ -29,10 +29,10 @@ from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class DecodeInstance:
-    """Takes `Reserve`, `Decode`, `Abort` and the orders of migrations; sends `Reserved`, `Prefilled`,
-    `DecodeRefused`, `Finished` and the answers.
+    """A simulated decode instance. It takes `Reserve`, `Decode`, `Abort` and the orders of migrations, and
+    sends `Reserved`, `Prefilled`, `DecodeRefused`, `Finished` and the answers.
 
-    `capacity_tokens`: of KVCache on the device. `checks_reservations` is for `Arrivals`.
+    `capacity_tokens`: tokens of KVCache on the device. `checks_reservations` is for `Arrivals`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DecodeInstance:
         return costs.iteration_s((), self.batch.size) + costs.kv_token_s * self.batch.num_kv_tokens
 
     def stats(self) -> DecodeStats:
-        """Totals, for heartbeats."""
+        """Return the totals for heartbeats."""
         return DecodeStats(
             self._num_iterations,
             self._num_tokens,
@@ -131,7 +131,7 @@ class DecodeInstance:
                 self.migrating.receive(message)
 
     def arrived(self, ref: Ref) -> None:
-        """All KVCache of a prompt is in the pool."""
+        """Record that all KVCache of a prompt is in the pool."""
         self._arrivals.arrived(ref)
 
     # -- the batch ----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class DecodeInstance:
             self._runner.cut()
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether there is room for a request, and for the next token of all others."""
+        """Return whether there is room for a request, and for the next token of all others."""
         num_next = self.batch.size + len(self.inlined) + self.migrating.num_held + 1
         return num_next <= self._max_batch and self.num_free_tokens >= num_tokens + num_next
 
@@ -259,7 +259,7 @@ class DecodeInstance:
         self._run()
 
     def _prefilled(self, sequence: Sequence) -> None:
-        """Note that an inlined prompt has its first token; others find its blocks."""
+        """Record that an inlined prompt has its first token, and that other prompts find its blocks."""
         self._arrivals.stored(sequence)
         sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self.node.send(Prefilled(sequence.ref, ANY_TOKEN, sequence.request.num_cached_tokens))
@@ -276,7 +276,7 @@ class DecodeInstance:
     # -- for migrations -----------------------------------------------------------------------------
 
     def find(self, ref: Ref) -> Sequence | None:
-        """The request of an attempt that is here."""
+        """Return the sequence of an attempt; None if it is not here."""
         return self._sequences.get(ref)
 
     def between_iterations(self, action: Callable[[], None]) -> None:
@@ -288,7 +288,7 @@ class DecodeInstance:
             self._run()
 
     def num_drawn(self, sequence: Sequence) -> int:
-        """Tokens of the output so far."""
+        """Return the number of tokens of the output so far."""
         return sequence.request.num_output_tokens - self.batch.num_left_of(sequence.member)
 
     def release(self, sequence: Sequence) -> None:
@@ -298,7 +298,7 @@ class DecodeInstance:
         self._abort(sequence.ref)
 
     def continue_(self, ref: Ref, request: SimulatedRequest, num_loaded: int) -> None:
-        """Decode a request, of whose first tokens `num_loaded` have KVCache here."""
+        """Decode a migrated request, of whose first tokens `num_loaded` have KVCache here."""
         assert request.member is not None
         sequence = Sequence(ref, request, request.member, None, has_begun=True, has_arrived=True)
         self._sequences.add(sequence)
@@ -320,7 +320,7 @@ class DecodeInstance:
         self._run()
 
     def _continued(self, sequence: Sequence) -> None:
-        """Note the first token that a request draws here, and let it join the batch."""
+        """Record the first token that a migrated request draws here, and let it join the batch."""
         member, now_s = sequence.member, self.node.clock.now_s
         member.gaps.append((1, now_s - member.left_s))
         member.left_s = now_s

@@ -16,28 +16,29 @@ from mooncake.messages.requests import Ref
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request. It has begun once its first token may leave."""
+    """One request at a decode instance. `has_begun`: its first token may leave."""
 
     ref: Ref
     request: SimulatedRequest
     member: Member
     tbt_slo_s: float | None
-    """The request's SLO; None if it must be taken."""
+    """The request's SLO; None if the request must not be refused."""
     prompt: Prompt | None = None
-    """The prompt if it is computed here."""
+    """The prompt if this instance computes it."""
     reservation: Reservation | None = None
     take_back: Callable[[], None] | None = None
-    """Callback that takes back its wish for pages."""
+    """A callback that cancels the wait for pages."""
     holds_first: bool = False
     """Whether the first token is held, with both SLOs (`workers.decode.tbt_slo.double_check.HeldTokens`)."""
     due_s: float | None = None
-    """Time when the first token is due."""
+    """The time at which the first token is due."""
     held_until_s: float | None = None
-    """Time when the first token leaves if it does not join the batch before; None: it is not held."""
+    """The time at which the first token leaves unless the sequence joins the batch before; None: it is not
+    held."""
     has_begun: bool = False
     has_arrived: bool = False
     is_waiting: bool = False
-    """Whether it waits for a slot in the batch."""
+    """Whether the request waits for a slot in the batch."""
 
     def first_may_leave(self, now_s: float) -> None:
         """Send the first token, or hold it."""
@@ -47,7 +48,7 @@ class Sequence:
             self.request.first_token_s = self.member.left_s = now_s
 
     def first_leaves(self, now_s: float) -> None:
-        """Send the first token if it is still held, for its sequence joins the batch. Idempotent."""
+        """Send the first token if it is still held, as its sequence joins the batch. Idempotent."""
         if self.held_until_s is not None and self.request.first_token_s is None:
             self.request.first_token_s = self.member.left_s = min(now_s, self.held_until_s)
 
@@ -74,7 +75,7 @@ class Sequences:
         return self._by_ref.get(ref)
 
     def of(self, member: Member) -> Sequence:
-        """The sequence of a member of the batch."""
+        """Return the sequence of a member of the batch."""
         return self._by_member[member]
 
     def add(self, sequence: Sequence) -> None:
@@ -83,25 +84,25 @@ class Sequences:
         self._count(sequence, 1)
 
     def begin(self, sequence: Sequence) -> None:
-        """Note that a sequence has its turn."""
+        """Record that a sequence has its turn."""
         sequence.has_begun = True
         self.num_begun += 1
         self.num_begun_outside_tokens += sequence.member.num_tokens
 
     def draw(self, sequence: Sequence) -> None:
-        """Note a token of a sequence that has begun outside the batch."""
+        """Record a token that a sequence outside the batch has drawn."""
         sequence.member.num_tokens += 1
         sequence.member.num_left -= 1
         self.num_outside_tokens += 1
         self.num_begun_outside_tokens += 1
 
     def join(self, sequence: Sequence) -> None:
-        """Note that a sequence joins the batch."""
+        """Record that a sequence joins the batch."""
         self.num_outside_tokens -= sequence.member.num_tokens
         self.num_begun_outside_tokens -= sequence.member.num_tokens
 
     def leave(self, sequence: Sequence) -> None:
-        """Note that a sequence has left the batch."""
+        """Record that a sequence has left the batch."""
         self.num_outside_tokens += sequence.member.num_tokens
         self.num_begun_outside_tokens += sequence.member.num_tokens
 

@@ -1,6 +1,7 @@
-"""Requests whose prefill has ended, and that wait for the batch of a simulated decode instance to shrink.
+"""The queue of requests whose prefill has ended, and that wait for the batch of a simulated decode instance
+to shrink.
 
-Owns: who waits, and until when. Does not know: when a batch is too large, what is done with a turn.
+Owns: which requests wait, and until when. Does not know: when a batch is too large, what is done with a turn.
 """
 
 from collections import deque
@@ -15,9 +16,9 @@ class Turns:
 
     Args:
         clock: The time.
-        too_slow_s: Tells the TBT with a sequence, if that is too long.
+        too_slow_s: Returns the TBT with a sequence if that is too long, else None.
         begin: Called with a sequence that has its turn.
-        refuse: Called with one whose time is over, and that TBT.
+        refuse: Called with a sequence whose time is over, and that TBT.
     """
 
     def __init__(
@@ -34,7 +35,8 @@ class Turns:
         return len(self._waiting)
 
     def add(self, sequence: Sequence, time_left_s: float | None) -> None:
-        """Let a sequence have its turn in this time, or now (None), or not at all."""
+        """Queue a sequence, which is refused if it has no turn within `time_left_s`; with None, if it has
+        none now."""
         self._waiting.append(sequence)
         if time_left_s is not None:
             sequence.due_s = self._clock.now_s + time_left_s
@@ -45,17 +47,17 @@ class Turns:
             self._end(sequence)
 
     def take(self) -> None:
-        """Give turns to those for whom there is room."""
+        """Give a turn to each waiting sequence for which there is room, in order."""
         while self._waiting and self._too_slow_s(self._waiting[0]) is None:
             self._begin(self._waiting.popleft())
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out. Idempotent."""
+        """Remove a sequence from the queue. Idempotent."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """End the wait of a sequence whose time is over."""
+        """End the wait of a sequence whose time is over, with a turn or a refusal."""
         if sequence not in self._waiting:
             return
         self._waiting.remove(sequence)

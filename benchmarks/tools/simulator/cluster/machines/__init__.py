@@ -1,1 +1,1 @@
-"""Time, machines and the networks between them: what computing and sending take."""
+"""Time, machines and the networks between them: the durations of computing and sending."""

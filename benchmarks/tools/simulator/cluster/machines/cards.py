@@ -1,6 +1,7 @@
-"""What the simulator knows of models and machines: published shapes and data sheets, nothing measured here.
+"""The models and machines of the simulator: published shapes and data sheets, nothing measured here.
 
-The efficiencies say how much of a data sheet's figure software reaches. There is one set for all experiments.
+The efficiencies say which share of a data sheet's figure software reaches. All experiments have the same
+efficiencies.
 
 Owns: the cards, and the errors for names that are none. Does not know: what anything costs.
 """
@@ -30,7 +31,7 @@ class ModelCard:
     intermediate: int
     vocab: int
     mlp_matrices: int = 3
-    """3 for gated MLPs, 2 for plain ones."""
+    """Matrices of an MLP: 3 for gated MLPs, 2 for plain ones."""
 
     @property
     def head_dim(self) -> int:
@@ -38,7 +39,8 @@ class ModelCard:
 
     @property
     def num_linear_weights(self) -> int:
-        """Weights that every token is multiplied with, the output layer left out: prefill needs it once."""
+        """The weights with which every token is multiplied. The output layer is left out, as prefill needs it
+        once."""
         kv = self.num_kv_heads * self.head_dim
         mlp = self.mlp_matrices * self.hidden * self.intermediate
         layer = 2 * self.hidden * self.hidden + 2 * self.hidden * kv + mlp
@@ -46,12 +48,12 @@ class ModelCard:
 
     @property
     def weights_bytes(self) -> int:
-        """All weights, both embeddings included."""
+        """The bytes of all weights, both embeddings included."""
         return WEIGHT_BYTES * (self.num_linear_weights + 2 * self.vocab * self.hidden)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """The bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES["bfloat16"]
 
     def layout(self, block_size: int) -> KVLayout:
@@ -78,7 +80,7 @@ class HardwareCard:
     pool_bytes: float
 
     def with_gpus(self, num_gpus: int) -> "HardwareCard":
-        """A share of this node: NICs, PCIe and DRAM shrink with the devices."""
+        """Return a share of this node: NICs, PCIe and DRAM shrink with the devices."""
         share = num_gpus / self.num_gpus
         return replace(
             self,
@@ -91,7 +93,7 @@ class HardwareCard:
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Shares of the data sheets' figures, and what the sheets do not know."""
+    """Shares of the data sheets' figures that software reaches, and overheads that the sheets do not have."""
 
     compute: float = 0.5
     """Share of the matrix units' peak, in the large products of prefill (model FLOPs utilisation)."""
@@ -105,7 +107,7 @@ class Efficiencies:
     iteration_overhead_s: float = 0.005
     """Seconds of planning, sampling and launches."""
     layer_overhead_s: float = 60e-6
-    """Seconds of two all-reduces of small tensors, where devices work as a group; nothing with one device."""
+    """Seconds of two all-reduces of small tensors, where several devices work as a group."""
 
 
 STATED = Efficiencies()
@@ -136,12 +138,12 @@ HARDWARE = {
 
 
 def model_card(name: str) -> ModelCard:
-    """Raises ConfigError, with the nearest names, if there is none."""
+    """Return the card of a model. Raises ConfigError, with the nearest names, if there is none."""
     return MODELS[_known("model", name, MODELS)]
 
 
 def hardware_card(name: str) -> HardwareCard:
-    """Raises ConfigError, with the nearest names, if there is none."""
+    """Return the card of a machine. Raises ConfigError, with the nearest names, if there is none."""
     return HARDWARE[_known("hardware", name, HARDWARE)]
 
 

@@ -1,7 +1,7 @@
 """The virtual clock: actions at their times, in order; at equal times in the order in which they were
 planned.
 
-Owns: time. Does not know: what happens.
+Owns: time. Does not know: the actions.
 """
 
 import heapq
@@ -13,7 +13,7 @@ Action = Callable[..., None]
 
 
 class Clock:
-    """`now_s` is the time of the action that runs."""
+    """A virtual clock. `now_s` is the time of the action that runs."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -22,11 +22,11 @@ class Clock:
         self._numbers = count()
 
     def at(self, time_s: float, action: Action, *arguments: Any) -> None:
-        """Plan an action; what should have happened happens now."""
+        """Plan an action for a time. An action for a past time runs now."""
         heapq.heappush(self._planned, (max(time_s, self.now_s), next(self._numbers), action, arguments))
 
     def after(self, delay_s: float, action: Action, *arguments: Any) -> None:
-        """Plan an action for later."""
+        """Plan an action after a number of seconds."""
         heapq.heappush(self._planned, (self.now_s + delay_s, next(self._numbers), action, arguments))
 
     def run(self) -> None:

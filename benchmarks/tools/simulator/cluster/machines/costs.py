@@ -1,4 +1,4 @@
-"""What an iteration takes: by roofline from cards, or from a profile of real workers.
+"""The durations of iterations: by roofline from cards, or from a profile of real workers.
 
 An iteration computes *shares* of prompts and one token for each running request. Both cost models are affine
 in the KV tokens that the running requests hold, so many decoding iterations in a row have a closed form (see
@@ -22,15 +22,16 @@ class PromptShare(NamedTuple):
 
 
 class Costs(Protocol):
-    """Seconds on one instance."""
+    """The interface of a cost model: seconds on one instance."""
 
     kv_token_s: float
     """Seconds that one more token of KVCache adds to an iteration of decoding."""
     profiled: tuple[Polynomial, Polynomial]
-    """Costs of prefill and decode that measuring them tells the Conductor."""
+    """The costs of prefill and decode that the Conductor learns by measuring."""
 
     def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
-        """One forward pass, without the reading of the running requests' KVCache (`kv_token_s` each)."""
+        """Return the seconds of one forward pass, without reading the KVCache of running requests
+        (`kv_token_s` for each token)."""
 
 
 class Roofline:

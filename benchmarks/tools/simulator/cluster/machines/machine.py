@@ -1,6 +1,6 @@
 """The effects of instances on others of one machine, and of a real machine on every iteration.
 
-Where instances have machines of their own, as in all clusters made from cards, there is none of this.
+Instances with machines of their own, as in all clusters made from cards, have no such effects.
 
 Owns: who computes beside whom, how iterations vary. Does not know: what is computed.
 """
@@ -20,9 +20,10 @@ _SEED = 0
 
 @dataclass(slots=True)
 class Machine:
-    """One machine for all instances: an instance's iterations take `slowdown` times as long beside others.
+    """One machine for all instances. An instance's iterations take `slowdown` times as long while others
+    compute.
 
-    `on_change` of an instance is called when that begins or ends for it.
+    `on_change` of an instance is called when its slowdown begins or ends.
     """
 
     slowdown: dict[str, float]
@@ -31,7 +32,7 @@ class Machine:
     _computing: set[str] = field(default_factory=set)
 
     def factor(self, name: str) -> float:
-        """Return the factor of the time that something takes now."""
+        """Return the present factor of an instance's durations."""
         return self.slowdown[name] if self._computing - {name} else 1.0
 
     def computes(self, name: str, is_computing: bool) -> None:
@@ -48,21 +49,24 @@ class Machine:
 
 
 class IterationJitter:
-    """Lognormal factors of iterations, with mean 1. `longest_mean`: that of the longest tenth of them."""
+    """Lognormal factors of iterations, with mean 1. `longest_mean`: the mean of the longest tenth of them."""
 
     def __init__(self, longest_mean: float) -> None:
         self._sigma = _sigma_of(longest_mean)
         self._rng = np.random.default_rng(_SEED)
 
     def applied(self, gaps: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """(number, seconds) of gaps, each of which now has a length of its own."""
+        """Return the gaps, as pairs (number, seconds), each with a random factor of its own."""
         seconds = np.repeat([each_s for _, each_s in gaps], [number for number, _ in gaps])
         factors: np.ndarray[Any, Any] = self._rng.lognormal(-(self._sigma**2) / 2, self._sigma, len(seconds))
         return [(1, float(gap_s)) for gap_s in seconds * factors]
 
 
 def _sigma_of(longest_mean: float) -> float:
-    """A lognormal variable with mean 1 has a mean of (1 - Phi(z - sigma)) / share beyond its quantile z."""
+    """Return sigma for this mean of the longest tenth.
+
+    A lognormal variable with mean 1 has a mean of (1 - Phi(z - sigma)) / share beyond its quantile z.
+    """
     normal = NormalDist()
     beyond = min(max(LONGEST_SHARE * longest_mean, LONGEST_SHARE), 1 - 1e-6)
     sigma = normal.inv_cdf(1 - LONGEST_SHARE) - normal.inv_cdf(1 - beyond)

@@ -1,9 +1,9 @@
-"""The network between instances: each has NICs that its transfers share evenly, in each direction.
+"""The network between instances: the transfers of an instance share its NICs evenly, in each direction.
 
-A transfer goes as fast as the busier of its two ends lets it; ends that it does not fill are not given to
-others, so what is simulated is never faster than max-min fairness.
+A transfer is as fast as the busier of its two ends allows. Bandwidth that a transfer cannot use is not given
+to others, so the simulation is never faster than max-min fairness.
 
-Owns: who sends how fast. Does not know: what is sent.
+Owns: the speed of each transfer. Does not know: what is sent.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Port:
 
     bytes_per_s: float
     transfers: dict["Transfer", None] = field(default_factory=dict)
-    """Transfers in order of their beginning, so that runs are equal."""
+    """The transfers in order of their beginning, so that runs are reproducible."""
     sent_bytes: float = 0.0
 
     @property
@@ -28,27 +28,27 @@ class Port:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`on_end` is called when the last byte has come."""
+    """A transfer in progress. `on_end` is called when the last byte has arrived."""
 
     source: Port
     destination: Port
     left_bytes: float
     on_end: Callable[[], None]
     since_s: float
-    """Time at which `left_bytes` were left."""
+    """The time at which `left_bytes` were left."""
     bytes_per_s: float = 0.0
     version: int = 0
-    """Version of the plan for its end."""
+    """The number of times that the end was predicted; only the event of the latest prediction counts."""
 
 
 class Network:
-    """Starts and ends transfers."""
+    """The network, which starts and ends transfers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def send(self, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]) -> Transfer:
-        """Begins now."""
+        """Start a transfer now."""
         transfer = Transfer(source, destination, num_bytes, on_end, self._clock.now_s)
         source.sent_bytes += num_bytes
         source.transfers[transfer] = destination.transfers[transfer] = None
@@ -56,12 +56,12 @@ class Network:
         return transfer
 
     def left_bytes(self, transfer: Transfer) -> float:
-        """What has not come yet."""
+        """Return the bytes that have not arrived yet."""
         passed_s = self._clock.now_s - transfer.since_s
         return max(0.0, transfer.left_bytes - passed_s * transfer.bytes_per_s)
 
     def cancel(self, transfer: Transfer) -> None:
-        """End a transfer before it has arrived; nothing if it has ended."""
+        """End a transfer before it has arrived. Idempotent."""
         if transfer in transfer.source.transfers:
             self._remove(transfer)
 
