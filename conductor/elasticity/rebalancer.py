@@ -120,8 +120,8 @@ class Rebalancer:
         self.num_decided: Counter[Role] = Counter()
         """Changes that were decided, by the role after them."""
         self.desired: dict[Role, int] = {}
-        """The number of instances of each role that the latest load needs which was no burst, whether they exist
-        or not. For autoscalers."""
+        """The number of instances of each role that the latest load needs, whether they exist or not. Bursts
+        do not change it. For autoscalers."""
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
