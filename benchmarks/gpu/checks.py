@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.processes import results_of
 from benchmarks.report import Found, Report
-from kernels.cuda import page_copy, rms_norm, silu_mul
+from kernels.cuda import kv_quantise, page_copy, rms_norm, silu_mul
 from kernels.cuda.decode_attention import decode_attention
 from kernels.cuda.kv_write import TokenSlots, rotate_and_write, rotate_and_write_reference
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
@@ -81,6 +81,8 @@ def _kernel_cases() -> Iterator[Case]:
         yield Case(f"rotation and page write, {dtype}", partial(_write_error, dtype), bound)
         yield Case(f"addition and rms norm, {dtype}", partial(_norm_error, dtype), bound)
         yield Case(f"silu, {dtype}", partial(_silu_error, dtype), bound)
+        for encoding in kv_quantise.Encoding:
+            yield Case(f"{encoding.name}, {dtype}", partial(_quantise_error, dtype, encoding), 1.01)
         yield Case(f"gather and scatter, {dtype}", partial(_copy_error, dtype), 0.0)
 
 
@@ -147,6 +149,19 @@ def _silu_error(dtype: torch.dtype) -> float:
     x = _random(33, 4096, dtype=dtype)
     gated, expected = silu_mul.silu_mul(x), silu_mul.silu_mul_reference(x)
     return _largest(gated, expected) / float(expected.abs().max())
+
+
+def _quantise_error(dtype: torch.dtype, encoding: kv_quantise.Encoding) -> float:
+    """Return the error in steps of the encoding, as ties may be rounded to either side."""
+    kv_layer, pages = _random(20, 8, 2, 64, 128, dtype=dtype), torch.randperm(20, device="cuda")[:7]
+    numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)
+    expected, expected_scales = kv_quantise.quantise_reference(kv_layer, pages, encoding)
+    out, expected_out = torch.zeros_like(kv_layer), torch.zeros_like(kv_layer)
+    kv_quantise.dequantise_pages(out, pages, numbers, scales)
+    kv_quantise.dequantise_reference(expected_out, pages, numbers, scales)
+    is_same = torch.allclose(scales, expected_scales) and torch.allclose(out, expected_out, rtol=1e-2)
+    steps = (numbers.view(torch.int8).int() - expected.view(torch.int8).int()).abs().max()
+    return float(steps) if is_same else float("inf")
 
 
 def _copy_error(dtype: torch.dtype) -> float:

@@ -12,7 +12,7 @@ from benchmarks.gpu.ceilings import Ceilings, seconds
 from benchmarks.gpu.llama import LLAMA_3_8B
 from benchmarks.report import Report
 from kernels.cuda import decode_attention as decode
-from kernels.cuda import kv_write, page_copy, rms_norm, silu_mul
+from kernels.cuda import kv_quantise, kv_write, page_copy, rms_norm, silu_mul
 from kernels.cuda import prefill_attention as prefill
 from kernels.cuda.spans import SpanPlan, Spans, plan_spans
 
@@ -87,6 +87,13 @@ def _copies(ceilings: Ceilings, kv_layer: torch.Tensor) -> None:
     scatter_s = seconds(lambda: page_copy.scatter_pages(kv_layer, pages, blocks))
     ceilings.bytes_row(f"scatter {name}", num_bytes, scatter_s, COPY_BAR)
     ceilings.bytes_row("torch: index_select", num_bytes, seconds(lambda: kv_layer.index_select(0, pages)))
+    num_bytes = kv_quantise.bytes_moved(num_pages, _KVH, PAGE_SIZE, _D, DTYPE.itemsize)
+    for encoding in kv_quantise.Encoding:
+        numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)
+        time_s = seconds(lambda: kv_quantise.quantise_pages(kv_layer, pages, encoding))  # noqa: B023
+        ceilings.bytes_row(f"quantise, {encoding.name}", num_bytes, time_s)
+        time_s = seconds(lambda: kv_quantise.dequantise_pages(kv_layer, pages, numbers, scales))  # noqa: B023
+        ceilings.bytes_row(f"dequantise, {encoding.name}", num_bytes, time_s)
 
 
 def _elementwise(ceilings: Ceilings, kv_layer: torch.Tensor) -> None:

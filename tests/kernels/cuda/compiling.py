@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from kernels.cuda import hopper_prefill, page_copy
+from kernels.cuda import hopper_prefill, kv_quantise, page_copy
 from kernels.cuda.decode_attention import decode_attention
 from kernels.cuda.kv_write import TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
@@ -132,6 +132,9 @@ def others(dtype: torch.dtype) -> None:
             skinny_linear(rows, matrix, norm=Norm(wide, 1e-5), is_gated=True)
             skinny_linear(hidden.repeat(64, 1), matrix, is_gated=True)
     page_copy.scatter_pages(kv_layer, pages, page_copy.gather_pages(kv_layer, pages))
+    for encoding in kv_quantise.Encoding:
+        numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)
+        kv_quantise.dequantise_pages(kv_layer, pages, numbers, scales)
 
 
 def main() -> None:
