@@ -10,7 +10,7 @@ A prompt without a deadline counts as if it had `NO_DEADLINE_S`. So every prompt
 move, and after some time all arriving prompts have later ranks, whatever their priority: no prompt starves.
 
 Prompts of one priority without deadlines share their turns fairly between tenants and answers
-(`workers.prefill.fair_order`).
+(`workers.execution.fair_order`).
 
 A prompt stays WAITING while an admitted prompt before it computes blocks with which both begin. Then it finds
 them in the pool: all, or as many as were stored when the other prompt was aborted. Admitted prompts never
@@ -31,8 +31,8 @@ from typing import NamedTuple
 from mooncake.messages.aging import due_s, rank_s
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Flow
+from workers.execution.fair_order import FairOrder
 from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiting
-from workers.prefill.fair_order import FairOrder
 
 _UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2

@@ -5,13 +5,90 @@ sequences that are decoded, and are as long as the strictest TBT SLO of these al
 2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first and
 outside the budget: they are few, and a client waits for the next token.
 
+Prompts of one priority take turns between tenants and answers, as at prefill instances. If the first ones are
+of tenants with little to compute, the iteration has no other prompts, so that it is short.
+
 Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
 many tokens of prompts are too many, the clock, pools, pages.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+
+from mooncake.messages.requests import Flow
 from workers.decode.batching.iterations import PlannedChunk
 from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
+from workers.execution.fair_order import FairOrder
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """An inlined prompt of which tokens are still to be planned."""
+
+    sequence: Sequence
+    flow: Flow
+    end: int
+    """The position up to which tokens have been charged to the tenant."""
+    start: float = 0.0
+    """The prompt's start in the tenant's virtual time."""
+
+    @property
+    def num_expected(self) -> int:
+        """The number of tokens that are still to be charged."""
+        sequence = self.sequence
+        return sequence.num_tokens_to_plan - max(0, self.end - sequence.next_start)
+
+
+class _PromptOrder:
+    """The order of inlined prompts.
+
+    A tenant with at most `light_tokens` to compute has iterations without prompts of other tenants.
+    """
+
+    def __init__(self, light_tokens: int) -> None:
+        self._light_tokens = light_tokens
+        self._fair_order = FairOrder(light_tokens)
+        self._prompts: dict[Sequence, _Prompt] = {}
+
+    def in_turn(self, ready: Iterable[Sequence], sharing: Iterable[Sequence]) -> list[Sequence]:
+        """Return the prompts among `sharing` that the next iteration computes, in order.
+
+        `ready` has all sequences, in the batch's order.
+        """
+        self._follow([sequence for sequence in ready if sequence.is_inlined and sequence.num_tokens_to_plan])
+        prompts = [self._prompts[sequence] for sequence in sharing if sequence in self._prompts]
+        by_priority: defaultdict[int, list[_Prompt]] = defaultdict(list)
+        for prompt in prompts:
+            by_priority[prompt.sequence.request.priority].append(prompt)
+        turns = {priority: iter(self._fair_order.ordered(equals)) for priority, equals in by_priority.items()}
+        ordered = [next(turns[prompt.sequence.request.priority]) for prompt in prompts]
+        light = takewhile(lambda prompt: self._is_light(prompt.flow.tenant), ordered)
+        return [prompt.sequence for prompt in (list(light) or ordered)]
+
+    def planned(self, sequence: Sequence, num_tokens: int) -> None:
+        """Charge the next `num_tokens` tokens of a prompt to its tenant: each once, as plans are taken
+        back."""
+        prompt, end = self._prompts[sequence], sequence.next_start + num_tokens
+        if end > prompt.end:
+            self._fair_order.computed(prompt, end - prompt.end)
+            prompt.end = end
+
+    def _follow(self, waiting: list[Sequence]) -> None:
+        """Forget the prompts that are no longer there, and add new ones."""
+        for gone in self._prompts.keys() - set(waiting):
+            self._fair_order.leave(self._prompts.pop(gone))
+        for sequence in waiting:
+            if sequence not in self._prompts:
+                prompt = _Prompt(sequence, sequence.request.flow, sequence.next_start)
+                self._prompts[sequence] = prompt
+                self._fair_order.enter(prompt)
+
+    def _is_light(self, tenant: str) -> bool:
+        of_tenant = (prompt for prompt in self._prompts.values() if prompt.flow.tenant == tenant)
+        return sum(prompt.num_expected for prompt in of_tenant) <= self._light_tokens
 
 
 class PromptChunks:
@@ -19,6 +96,7 @@ class PromptChunks:
 
     def __init__(self, budget: PromptBudget) -> None:
         self._budget = budget
+        self._order = _PromptOrder(budget.mixed)
 
     def plan(self, ready: list[Sequence], turn: list[Sequence]) -> list[PlannedChunk]:
         """Return the chunks of the next iteration of the sequences in `turn`, in the batch's order.
@@ -28,10 +106,13 @@ class PromptChunks:
         sharing = _sharing(turn)
         moved = [sequence for sequence in sharing if sequence.num_tokens_to_plan and not sequence.is_inlined]
         prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan and sequence.is_inlined]
-        num_tokens = _divided(self._budget.most, moved)
+        num_tokens = dict.fromkeys(prompts, 0) | _divided(self._budget.most, moved)
         if prompts:
             budget = self._num_tokens(ready, sharing, prompts) - sum(num_tokens.values())
-            num_tokens |= _divided(max(0, budget), prompts)
+            chunks = _divided(max(0, budget), self._order.in_turn(ready, sharing))
+            for sequence, num in chunks.items():
+                self._order.planned(sequence, num)
+            num_tokens |= chunks
         planned = [
             PlannedChunk(sequence, num_tokens.get(sequence, 1), of_prompt=sequence in num_tokens)
             for sequence in sharing

@@ -66,6 +66,11 @@ class PromptBudget:
         """The largest number of prompt tokens of any iteration."""
         return self._limits.most
 
+    @property
+    def mixed(self) -> int:
+        """The prompt tokens of an iteration that decodes sequences without a TBT SLO."""
+        return self._limits.mixed
+
     def num_tokens(
         self, num_decoded: int, num_kv_tokens: int, tbt_slo_s: float | None, *, decodes: bool
     ) -> int:

@@ -1,5 +1,6 @@
 """The rule for the chunks of prompts that iterations carry (Sarathi-Serve, section 4.3)."""
 
+import msgspec
 import pytest
 
 from mooncake.messages.costs import TBT_SLO_SHARE
@@ -131,3 +132,58 @@ def test_a_moved_requests_slo_limits_prompts_beside_it() -> None:
 
 def test_what_does_not_fit_into_a_pass_takes_several() -> None:
     assert planned(learned(0.02, 0.001), moved(0, 600, 8), moved(1, 40, 8)) == {0: 512}
+
+
+# -- several tenants --------------------------------------------------------------------------------
+
+
+def of_tenant(tenant: str, number: int, num_tokens: int, priority: int = 0) -> Sequence:
+    inlined = sequence(number, num_tokens)
+    request = msgspec.structs.replace(
+        inlined.request, tenant=tenant, answer_id=f"{tenant}-{number}", priority=priority
+    )
+    return Sequence(number, inlined.ref, request, inlined.tokens, is_inlined=True)
+
+
+def iterated(chunks: PromptChunks, batch: list[Sequence]) -> dict[int, int]:
+    """Numbers of sequences and their tokens in the next iteration, which is computed."""
+    ready = [one for one in batch if one.num_tokens_to_plan]
+    planned = chunks.plan(ready, ready)
+    for chunk in planned:
+        chunk.sequence.num_computed_tokens += chunk.num_tokens
+    return {chunk.sequence.number: chunk.num_tokens for chunk in planned}
+
+
+def new_chunks() -> PromptChunks:
+    return PromptChunks(PromptBudget(IterationPredictors(), LIMITS))
+
+
+def test_a_tenants_short_prompt_waits_for_no_long_ones_of_another_and_has_an_iteration_of_its_own() -> None:
+    batch, chunks = [of_tenant("many", number, 5000) for number in range(4)], new_chunks()
+    assert iterated(chunks, batch) == {0: LIMITS.most}
+    batch.append(of_tenant("one", 4, 16))
+    assert iterated(chunks, batch) == {4: 16}
+    assert iterated(chunks, batch) == {0: LIMITS.most}
+
+
+def test_tenants_with_long_prompts_have_equal_parts_of_the_iterations() -> None:
+    batch, chunks = [of_tenant("many", number, 3000) for number in range(8)], new_chunks()
+    batch.append(of_tenant("one", 8, 2500))
+    num_iterations = 0
+    while batch[-1].num_tokens_to_plan:
+        iterated(chunks, batch)
+        num_iterations += 1
+    num_of_many = sum(one.num_computed_tokens for one in batch[:-1])
+    assert num_of_many <= 3000, "the other one's would have ended first"
+    assert num_iterations <= -(-(2500 + num_of_many) // LIMITS.most) + 1
+
+
+def test_a_plan_that_is_taken_back_is_charged_once() -> None:
+    batch, chunks = [of_tenant("a", 0, 3000), of_tenant("b", 1, 2900)], new_chunks()
+    for _ in range(20):
+        assert {chunk.sequence.number for chunk in chunks.plan(batch, batch)} == {1}
+
+
+def test_prompts_of_a_lower_priority_number_go_before_those_of_other_tenants() -> None:
+    batch = [of_tenant("first", 0, 700, priority=-1), of_tenant("second", 1, 16)]
+    assert iterated(new_chunks(), batch) == {0: LIMITS.most}
