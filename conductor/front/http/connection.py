@@ -35,6 +35,8 @@ from mooncake.errors import RequestError
 
 _MAX_BUFFERED_BYTES = 1 << 16
 """Bytes of a request's body that wait for the application before the client has to wait."""
+_MAX_UNSENT_BYTES = 1 << 16
+"""Bytes of a response that wait for the client before the application has to wait; TLS would take 512 KiB."""
 _MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
 """Pieces of a chunked body, and chunks or parts of these, that are parsed before other connections have their
 turn: some 64 KiB in large chunks."""
@@ -93,6 +95,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport, self._accepted = transport, None
+        transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
         self._scope["client"] = _address(transport.get_extra_info("peername"))
         self._scope["server"] = _address(transport.get_extra_info("sockname"))
         self._start_request_timer()
@@ -268,7 +271,7 @@ class Connection(asyncio.Protocol):
         """Wait until the client reads again or has disconnected."""
         await self._can_write.wait()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Send `data` behind all earlier data; drop it if the client has disconnected."""
         if not self._transport.is_closing():
             self._transport.write(data)

@@ -27,6 +27,8 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
 _WITHOUT_BODY = frozenset({204, 304})
+_PIECE_BYTES = 1 << 16
+"""Bytes of a body that are written before the client must read on. TLS makes a copy of what is written."""
 _UNSAFE_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class Channel(Protocol):
     async def wait_until_it_takes_more(self) -> None:
         """Wait until the client reads again or has disconnected."""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Send `data`, which is not empty, behind all earlier data."""
 
     def resume_reading(self) -> None:
@@ -182,17 +184,19 @@ class Exchange:
     # -- the response -----------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """Write a part of the response once the client reads; drop it if the client has disconnected."""
-        if not self._channel.takes_more:
-            await self._channel.wait_until_it_takes_more()
-        if self.state is ResponseState.DISCONNECTED:
+        """Write a part of the response as the client reads; drop it if the client has disconnected."""
+        if not await self._client_reads():
             return
         if message["type"] == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
             return
         if self.state is not ResponseState.STARTED:
             raise RuntimeError("the response has not started, or has ended")
-        self.write(message.get("body", b""))
+        body = memoryview(message.get("body", b""))
+        for start in range(0, len(body), _PIECE_BYTES):
+            if not await self._client_reads():
+                return
+            self.write(body[start : start + _PIECE_BYTES])
         if message.get("more_body", False):
             return
         if self._num_bytes_left:
@@ -204,12 +208,18 @@ class Exchange:
         self._changed.set()
         self._channel.response_ended()
 
+    async def _client_reads(self) -> bool:
+        """Wait until the client reads. Returns False if it has disconnected."""
+        if not self._channel.takes_more:
+            await self._channel.wait_until_it_takes_more()
+        return self.state is not ResponseState.DISCONNECTED
+
     @property
     def takes_more(self) -> bool:
         """Whether the response has started, and a part can be sent without waiting."""
         return self.state is ResponseState.STARTED and self._channel.takes_more
 
-    def write(self, part: bytes) -> None:
+    def write(self, part: bytes | memoryview) -> None:
         """Send a part of the body without waiting.
 
         Raises RuntimeError if the body gets longer than its Content-Length.
@@ -217,7 +227,7 @@ class Exchange:
         if not part or not self._has_body:
             return
         if self._has_chunks:
-            part = b"%x\r\n%b\r\n" % (len(part), part)
+            part = b"%x\r\n%b\r\n" % (len(part), bytes(part))
         elif self._num_bytes_left is not None:
             self._num_bytes_left -= len(part)
             if self._num_bytes_left < 0:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -65,7 +66,7 @@ class Loop:
 class Transport:
     """`num_bytes` wait for the client."""
 
-    num_bytes = 0
+    num_bytes = most_bytes = 0
     is_aborted = is_closed = False
     is_reading = True
 
@@ -77,6 +78,9 @@ class Transport:
 
     def get_write_buffer_size(self) -> int:
         return self.num_bytes
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        self.most_bytes = high
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -219,6 +223,41 @@ def test_parts_of_a_body_are_taken_while_the_client_reads(client: Client) -> Non
     client.connection.connection_lost(None)
     has_gone.assert_called_once_with()
     assert not stream.takes_more
+
+
+async def test_a_large_body_is_written_as_the_client_reads(client: Client) -> None:
+    """TLS copies what is written, and hundreds of clients may read nothing."""
+    assert client.transport.most_bytes == 1 << 16
+    client.ask()
+    body, write = bytes(range(256)) * 1024, client.transport.write
+    client.answered(headers=[(b"content-length", b"%d" % len(body))], more_body=True)
+
+    def write_and_pause(data: bytes) -> None:
+        write(data)
+        client.connection.pause_writing()
+
+    client.transport.write, client.transport.written = write_and_pause, b""  # type: ignore[method-assign]
+    sending = asyncio.ensure_future(client.send({"type": "http.response.body", "body": body}))
+    num_written = []
+    while not sending.done():
+        client.connection.resume_writing()
+        await asyncio.sleep(0)
+        num_written.append(len(client.transport.written))
+    await sending
+    assert client.transport.written == body
+    assert max(after - before for before, after in pairwise([0, *num_written])) == 1 << 16
+
+
+async def test_what_a_client_that_has_gone_has_not_read_is_dropped(client: Client) -> None:
+    client.ask()
+    client.answered(more_body=True)
+    client.connection.pause_writing()
+    sending = asyncio.ensure_future(client.send({"type": "http.response.body", "body": bytes(1 << 20)}))
+    await asyncio.sleep(0)
+    num_before = len(client.transport.written)
+    client.connection.connection_lost(None)
+    await sending
+    assert len(client.transport.written) == num_before
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
