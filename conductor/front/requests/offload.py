@@ -43,6 +43,8 @@ _NICE = 10
 """Niceness of the processes: they get a tenth of a core on which another process computes all the time."""
 _MAX_S = 120.0
 """Seconds after which a task that takes no processor time is ended. A busy machine needs far less."""
+_FORK_S = 30.0
+"""Seconds in which the first process must fork another one. Beyond that it hangs, or is stopped."""
 _SIZE = struct.Struct("<Q")
 
 
@@ -84,7 +86,10 @@ class Offload:
         self._queues = {queue: _WorkQueue(number, self._new_process) for number, queue in enumerate(work)}
 
     async def run(self) -> None:
-        """Run tasks until cancelled, then end the processes."""
+        """Run tasks until cancelled, then end the processes.
+
+        Raises RuntimeError if the first process forks no other one any more.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for queue in self._queues.values():
@@ -96,6 +101,7 @@ class Offload:
         """End the processes. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.close()
+            os.kill(self._pid, signal.SIGKILL)  # it may be stopped, and has nothing to finish
             os.waitpid(self._pid, 0)
 
     async def do(self, queue: Queue, task: Any, tenant: str = "", body: Pieces = ()) -> TaskResult:
@@ -195,8 +201,18 @@ class _Process:
 
     @classmethod
     async def connect(cls, connection: socket.socket) -> "_Process":
+        """Return the connection once the process has been forked.
+
+        Raises RuntimeError if that takes too long.
+        """
         reader, writer = await asyncio.open_unix_connection(sock=connection)
-        return cls(reader, writer, _SIZE.unpack(await reader.readexactly(_SIZE.size))[0])
+        try:
+            async with asyncio.timeout(_FORK_S):
+                pid = await reader.readexactly(_SIZE.size)
+        except TimeoutError:
+            message = f"the process that forks others has not answered for {_FORK_S:g} s"
+            raise RuntimeError(message) from None
+        return cls(reader, writer, _SIZE.unpack(pid)[0])
 
     async def do(self, task: _Task) -> bool:
         """Run a task in the process. Returns whether the process can run more."""
@@ -206,8 +222,6 @@ class _Process:
                 answer = await self._ask(task.value, task.body)
             is_well = True
         except (OSError, asyncio.IncompleteReadError):  # a TimeoutError is an OSError
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
             answer, is_well = _too_costly(), False
         if not task.answered.done():
             if isinstance(answer, TaskResult):
@@ -233,7 +247,10 @@ class _Process:
         return await self._reader.readexactly(size)
 
     def close(self) -> None:
+        """End the process, which may compute, hang or be stopped."""
         self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
         os.close(self._process)
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import random
+import select
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from conductor.front.requests.offload import Offload, Queue, TaskResult
 from mooncake.errors import GrammarError, OverloadedError, RequestError
+from tests.deadline import DEADLINE_S
 
 
 def autogroup() -> str | None:
@@ -99,6 +102,32 @@ async def test_what_takes_too_much_is_refused_and_the_next_is_done(
         await tasks[0]
     assert caught.value.code == "request_too_costly"
     assert (await tasks[1]).parts[0] == b"whole"
+
+
+async def test_a_first_process_that_is_stopped_is_found_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conductor.front.requests.offload._FORK_S", 0.01)
+    before = children()
+    offload = Offload({Queue.SHORT: work})
+    [first] = set(children()) - set(before)
+    os.kill(int(first), signal.SIGSTOP)
+    asking = asyncio.create_task(offload.do(Queue.SHORT, ""))
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="forks others has not answered")):
+        await offload.run()
+    asking.cancel()
+    assert children() == before
+
+
+async def test_a_process_that_computes_or_is_stopped_ends_with_the_server() -> None:
+    offload = Offload({Queue.SHORT: work})
+    running = asyncio.create_task(offload.run())
+    pid = (await offload.do(Queue.SHORT, "")).value
+    os.kill(pid, signal.SIGSTOP)
+    process = os.pidfd_open(pid)
+    running.cancel()
+    await asyncio.wait([running])
+    ended, _, _ = await asyncio.to_thread(select.select, [process], [], [], DEADLINE_S)
+    os.close(process)
+    assert ended
 
 
 async def test_errors_are_those_of_the_work(offload: Offload) -> None:
