@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from mooncake.messages.costs import TBT_SLO_SHARE
 from workers.decode.tbt_slo.tbt import IterationPredictors
 
+_LONGEST_S = 0.25
+"""Predicted seconds of the prompt tokens of an iteration without a TBT SLO at most: a prompt that comes
+meanwhile waits for its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
@@ -23,7 +27,7 @@ class ChunkLimits:
 
 
 def prompt_budget(
-    limits: ChunkLimits, iteration_s: float | None, token_s: float | None, target_s: float | None
+    limits: ChunkLimits, iteration_s: float | None, token_s: float | None, target_s: float
 ) -> int:
     """Return how many prompt tokens an iteration may carry beside sequences that are decoded.
 
@@ -37,13 +41,11 @@ def prompt_budget(
         iteration_s: Predicted seconds of the iteration without prompts: overhead and B decoded sequences.
             None: unknown.
         token_s: The seconds that a prompt token adds. None: unknown.
-        target_s: The most seconds of the iteration, a share of the strictest TBT SLO. None: no limit.
+        target_s: The most seconds of the iteration, a share of the strictest TBT SLO.
 
     Returns:
-        The tokens. Without a target `limits.mixed`; while the times are unknown `limits.least`.
+        The tokens; `limits.least` while the times are unknown.
     """
-    if target_s is None:
-        return min(limits.mixed, limits.most)
     least = min(limits.least, limits.most)
     if iteration_s is None or token_s is None:
         return least
@@ -76,7 +78,8 @@ class PromptBudget:
     ) -> int:
         """Return the most prompt tokens of the next iteration.
 
-        An SLO also limits an iteration that decodes nothing, as a sequence may arrive while it runs.
+        An SLO also limits an iteration that decodes nothing, as a sequence may arrive while it runs. Without
+        an SLO the prompt tokens may take `_LONGEST_S`.
 
         Args:
             num_decoded: The number of sequences that wait for their next tokens.
@@ -89,13 +92,14 @@ class PromptBudget:
             The tokens. 0 for the first iterations that decode with an SLO: the duration of iterations without
             prompts has to be learned first.
         """
-        if not num_decoded and tbt_slo_s is None:
-            return self._limits.most
+        token_s = self._predictors.prompt_cost.predict_s(1)
+        if tbt_slo_s is None:
+            most = min(self._limits.mixed, self._limits.most) if num_decoded else self._limits.most
+            return min(most, prompt_budget(self._limits, 0.0, token_s, _LONGEST_S)) if token_s else most
         iteration_s = self._predictors.tbt.predict_s(num_decoded, num_kv_tokens) if num_decoded else 0.0
-        if tbt_slo_s is not None and iteration_s is None and decodes:
+        if iteration_s is None and decodes:
             return 0
-        target_s = None if tbt_slo_s is None else self._target_s(tbt_slo_s)
-        return prompt_budget(self._limits, iteration_s, self._predictors.prompt_cost.predict_s(1), target_s)
+        return prompt_budget(self._limits, iteration_s, token_s, self._target_s(tbt_slo_s))
 
     def _target_s(self, tbt_slo_s: float) -> float:
         """Return the predicted seconds that an iteration may take, with a margin for the prediction's

@@ -37,7 +37,7 @@ def learned(iteration_s: float, token_s: float) -> IterationPredictors:
 
 def test_prompts_alone_share_a_whole_prefill_pass() -> None:
     prompts = sequence(0, 500), sequence(1, 500), sequence(2, 5)
-    assert planned(learned(0.02, 0.001), *prompts) == {0: 500, 1: 12}
+    assert planned(learned(0.02, 0.0001), *prompts) == {0: 500, 1: 12}
 
 
 def test_prompts_alone_leave_time_for_a_sequence_that_comes_meanwhile() -> None:
@@ -65,7 +65,7 @@ def test_with_an_slo_the_first_iterations_show_what_decoding_takes() -> None:
     for _ in range(MIN_ITERATIONS):
         assert planned(predictors, prompt, decoded) == {1: 1}
         assert planned(predictors, prompt, other) == {0: 100, 2: 1}
-        assert planned(predictors, prompt) == {0: 500}
+        assert planned(predictors, prompt) == {0: pytest.approx(250, abs=1)}
         predictors.tbt.observe(1, 31, 0.02)
     assert planned(predictors, prompt, decoded) == {0: pytest.approx(80, abs=1), 1: 1}
 
