@@ -1,9 +1,11 @@
-"""The errors of a worker's sessions; `mooncake.errors` has the others.
+"""The errors of a worker's sessions, and the report of an error; `mooncake.errors` has the others.
 
 Owns: their meaning. Does not know: where they are raised.
 """
 
-from mooncake.errors import MooncakeError
+from mooncake.errors import GrammarError, MooncakeError
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import WorkFailed
 
 
 class SessionLostError(MooncakeError):
@@ -24,3 +26,11 @@ class AnswerLostError(MooncakeError):
 
 class ModulesStayError(MooncakeError):
     """Modules cannot move, to a helper or back; the message says why."""
+
+
+def report_of(ref: Ref, error: Exception, *, retryable: bool = True) -> WorkFailed:
+    """Return the report that an attempt has failed by `error`. A request whose grammar cannot be followed is
+    refused: no attempt succeeds, and its client is told which field is at fault."""
+    if isinstance(error, GrammarError):
+        return WorkFailed(ref, str(error), retryable=False, is_refused=True, param="grammar")
+    return WorkFailed(ref, str(error), retryable)

@@ -103,6 +103,8 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int | None = None
     error: str | None = None
+    param: str | None = None
+    """The field at fault, of a request that was refused."""
     num_lost: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -278,6 +280,8 @@ class MiniCluster:
             if isinstance(effect.message, Failed | Rejected):
                 answer = self.answers[effect.message.request_id]
                 answer.error = effect.message.message
+                if isinstance(effect.message, Failed) and effect.message.is_refused:
+                    answer.param = effect.message.param
                 answer.ended.set()
             if isinstance(effect.message, Interrupted):
                 request_id = effect.message.request_id

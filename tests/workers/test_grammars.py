@@ -54,6 +54,7 @@ async def test_a_grammar_that_cannot_be_compiled_ends_the_request(start_cluster:
         answer = cluster.submit("bad", PROMPTS[0], SamplingParams(5, grammar="nonsense"))
         await answer.ended.wait()
         assert answer.error is not None
+        assert answer.param == "grammar"
         assert answer.tokens == []
         await cluster.assert_nothing_is_held()
 
@@ -84,6 +85,7 @@ async def test_a_grammar_that_meets_a_limit_ends_its_request_alone(
         free = cluster.submit("free", PROMPTS[1], SamplingParams(20, temperature=0))
         await answer.ended.wait()
         assert "a limit" in (answer.error or "")
+        assert answer.param == "grammar"
         assert len(answer.tokens) <= 5
         assert await tokens_of(free) == reference(PROMPTS[1], 20)
         await cluster.assert_nothing_is_held()

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
-from mooncake.errors import GrammarError, MooncakeError
+from mooncake.errors import MooncakeError
 from mooncake.messages.heartbeats import DecodeLoad, Joining
 from mooncake.messages.migration import (
     HandOver,
@@ -49,7 +49,7 @@ from workers.decode.tbt_slo.inlining import PromptChunks
 from workers.decode.tbt_slo.pauses import DecodePauses
 from workers.decode.tbt_slo.prompt_budget import ChunkLimits, PromptBudget
 from workers.engine.kvcache import OutOfPages
-from workers.errors import NoRoomError, SessionLostError
+from workers.errors import NoRoomError, SessionLostError, report_of
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
 from workers.groups.followers import Followers
@@ -304,10 +304,9 @@ class DecodeRunner:
         except NoRoomError as error:
             log.info("%s does not go on here: %s", ref.request_id, error)
             await self._beat()  # the next try goes by the pages that there are now
-            await self._send(WorkFailed(ref, str(error), retryable=True))
+            await self._send(report_of(ref, error))
         except (MooncakeError, OutOfPages) as error:
             if self._pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("decode of %s failed: %s", ref.request_id, error)
-            is_final = isinstance(error, OutOfPages | GrammarError)
-            await self._send(WorkFailed(ref, str(error), retryable=not is_final))
+            await self._send(report_of(ref, error, retryable=not isinstance(error, OutOfPages)))

@@ -14,11 +14,11 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from mooncake.errors import GrammarError, MooncakeError, TransferError
+from mooncake.errors import MooncakeError, TransferError
 from mooncake.messages.requests import Held, HeldStep, Ref
 from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
 from workers.engine.kvcache import OutOfPages
-from workers.errors import NoRoomError, SessionLostError
+from workers.errors import NoRoomError, SessionLostError, report_of
 from workers.execution.draws import FirstToken
 from workers.execution.jobs import Jobs
 from workers.groups.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
@@ -114,9 +114,8 @@ class PrefillRunner:
             if self._stage.pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("prefill of %s failed: %s", order.ref.request_id, error)
-            retryable = not isinstance(error, GrammarError)
             self._unanswered.discard(order.ref)
-            await self._send(WorkFailed(order.ref, str(error), retryable))
+            await self._send(report_of(order.ref, error))
         finally:
             self.num_waiting -= 1
             self._unanswered.discard(order.ref)
