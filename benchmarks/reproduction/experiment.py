@@ -91,7 +91,7 @@ class Experiment:
     name: str
     title: str
     published: str
-    """Where the result was published, and the result in a sentence."""
+    """The place of publication, and the result in a sentence."""
     setting: str
     remark: Callable[[Outcome], str]
     run: Callable[[Trace, Path], Outcome]

@@ -94,7 +94,7 @@ _NEEDED = {
     "overload": ("--overload", _CONDUCTOR),
     "max_waiting": ("--max-waiting", _CONDUCTOR),
 }
-"""For each field, its option and the kinds of clusters in which it has an effect."""
+"""The option of each field, and the kinds of clusters in which the field has an effect."""
 
 
 def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:

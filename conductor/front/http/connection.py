@@ -21,7 +21,7 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from conductor.front.errors import error_body
-from conductor.front.http.exchange import RESPONSE_STREAM, Exchange, ResponseState
+from conductor.front.http.exchange import MAX_UNSENT_BYTES, RESPONSE_STREAM, Exchange, ResponseState
 from conductor.front.http.request_parser import (
     Arrival,
     InvalidRequestError,
@@ -35,8 +35,6 @@ from mooncake.errors import RequestError
 
 _MAX_BUFFERED_BYTES = 1 << 16
 """Bytes of a request's body that wait for the application before the client has to wait."""
-_MAX_UNSENT_BYTES = 1 << 16
-"""Bytes of a response that wait for the client before the application has to wait; TLS would take 512 KiB."""
 _MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
 """Pieces of a chunked body, and chunks or parts of these, that are parsed before other connections have their
 turn: some 64 KiB in large chunks."""
@@ -95,7 +93,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport, self._accepted = transport, None
-        transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
+        transport.set_write_buffer_limits(MAX_UNSENT_BYTES)  # TLS would keep 512 KiB
         self._scope["client"] = _address(transport.get_extra_info("peername"))
         self._scope["server"] = _address(transport.get_extra_info("sockname"))
         self._start_request_timer()

@@ -27,8 +27,9 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
 _WITHOUT_BODY = frozenset({204, 304})
-_PIECE_BYTES = 1 << 16
-"""Bytes of a body that are written before the client must read on. TLS makes a copy of what is written."""
+MAX_UNSENT_BYTES = 1 << 16
+"""Bytes of a response that wait for the client before the application has to wait. A body is written in
+pieces of this size, as TLS makes a copy of what is written."""
 _UNSAFE_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 log = logging.getLogger(__name__)
 
@@ -193,10 +194,10 @@ class Exchange:
         if self.state is not ResponseState.STARTED:
             raise RuntimeError("the response has not started, or has ended")
         body = memoryview(message.get("body", b""))
-        for start in range(0, len(body), _PIECE_BYTES):
+        for start in range(0, len(body), MAX_UNSENT_BYTES):
             if not await self._client_reads():
                 return
-            self.write(body[start : start + _PIECE_BYTES])
+            self.write(body[start : start + MAX_UNSENT_BYTES])
         if message.get("more_body", False):
             return
         if self._num_bytes_left:

@@ -47,7 +47,7 @@ FIGURES = {
     ("llama-13b", "long"): ("10", 1.5, 1.5),
     ("opt-13b", "long"): ("11", 1.3, 1.3),
 }
-"""For each model and load: the figure, and the largest throughput relative to vLLM and to DistServe, as
+"""The figure of each model and load, and the largest throughput relative to vLLM and to DistServe, as
 published (section 5.2)."""
 
 
