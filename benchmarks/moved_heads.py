@@ -106,7 +106,7 @@ class Steps:
             num_sequences,
         )
         link = await HelperLink.connect(path, request, self.model, kv, TIMEOUT_S, lambda: None)
-        move = KVCacheMove(kv, link.num_pages, link.helped)
+        move = KVCacheMove(self.model.library, kv, link.num_pages, link.helped)
         move.copy(kv.used_pages())
         move.complete()
         return link

@@ -9,6 +9,7 @@
 #include "layer.h"
 #include "linear.h"
 #include "moved_heads.h"
+#include "page_copy.h"
 
 #define EXPORT(NAME, T)                                                                                                       \
     extern "C" void attention_##NAME(const T* query, int64_t query_stride, const T* kv, T* out, float* lse, const Batch* batch) {\
@@ -74,6 +75,13 @@ extern "C" int may_use_tiles() {
 extern "C" void set_num_threads(int num_threads) { idle_cores().set_num_threads(num_threads); }
 extern "C" void be_guest() { idle_cores().be_guest(); }
 extern "C" uint32_t num_placements() { return idle_cores().placements(); }
+
+extern "C" void copy_pages(const PagePart* parts, int64_t num_parts, const int64_t* pages, int64_t num_pages) {
+    for (int64_t i = 0; i < num_parts; i++) copy_pages_of(parts[i], pages, num_pages);
+}
+extern "C" void take_memory(char* const* memory, int64_t num_tensors, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_tensors; i++) take_memory_of(memory[i], num_bytes);
+}
 
 // Of an exchange with a helper (moved_heads.h), by both sides.
 extern "C" uint32_t passes_begun(Mailbox* mailbox) { return mailbox->begun.load(); }

@@ -7,51 +7,69 @@ the cache has its pages in the new arrangement, under the same numbers.
 Owns: the memory of the next arrangement until then. Does not know: which pages change, who the helper is.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
+from kernels.cpu.library import Library
+from kernels.cpu.page_copy import PageCopies, take_memory
 from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
 
-_PAGES_AT_ONCE = 64
+_GROWTH_SHARE = 0.1
+"""Share of the pages that is expected to come into use while the others are copied."""
 
 
 class KVCacheMove:
     """A move of `kv` to `num_pages` pages, of which a helper has `helped` (None: nothing)."""
 
-    def __init__(self, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None) -> None:
-        """Allocate the memory of the new pages. Raises OSError without memory."""
-        self._kv, self._helped = kv, helped
-        self._moved = helped if isinstance(helped, MovedHeads) else None
-        num_moved = 0 if self._moved is None else self._moved.layers[0].shape[1]
-        self._num_kept = len(kv.kv_heads) - num_moved
-        self._layers = kv.new_layers(num_pages, self._num_kept)
-        num_own_layers = len(self._layers)
+    def __init__(
+        self, library: Library, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None
+    ) -> None:
+        """Reserve the memory of the new pages. Raises OSError without memory."""
+        self._library, self._kv, self._helped = library, kv, helped
+        moved = helped if isinstance(helped, MovedHeads) else None
+        num_moved = 0 if moved is None else moved.layers[0].shape[1]
+        self._own = kv.new_layers(num_pages, len(kv.kv_heads) - num_moved)
+        self._layers = list(self._own)
         if isinstance(helped, HostedLayers):
-            num_own_layers -= len(helped.layers)
             for layer, pages in zip(helped.layers, helped.pages, strict=True):
                 self._layers[layer - kv.layers.start] = pages
-        self.page_bytes = num_own_layers * self._layers[0][0].nbytes
-        """Bytes of this instance's own memory that a page takes."""
+            first = helped.layers.start - kv.layers.start
+            del self._own[first : first + len(helped.layers)]
+        before = [_by_head(kv.layer(layer), kv.moved, layer - kv.layers.start) for layer in kv.layers]
+        after = [_by_head(pages, moved, position) for position, pages in enumerate(self._layers)]
+        heads = zip(itertools.chain(*before), itertools.chain(*after), strict=True)
+        self._copies = PageCopies(library, heads)
+        self.num_expected_pages = min(num_pages, len(kv.used_pages()) + round(_GROWTH_SHARE * num_pages))
+        """Pages that are expected to be in use when the move is complete."""
+        self.expected_bytes = self.num_expected_pages * len(self._own) * self._own[0][0].nbytes
+        """Bytes of this instance's own memory that these pages take."""
         self.copied_bytes = 0
+
+    def take_memory(self) -> None:
+        """Have the operating system allocate the memory of the pages that are expected to be in use: the
+        pause, and the first iterations behind it, would wait for that. Blocking."""
+        take_memory(self._library, self._own, self.num_expected_pages)
 
     def copy(self, pages: Sequence[int]) -> None:
         """Copy `pages` of all layers to the new memory.
 
         Blocking; other threads may read the pages, but not write them.
         """
-        for start in range(0, len(pages), _PAGES_AT_ONCE):
-            index = torch.tensor(pages[start : start + _PAGES_AT_ONCE], dtype=torch.int64)
-            for position, layer in enumerate(self._kv.layers):
-                blocks = self._kv.gather(layer, index)
-                self.copied_bytes += blocks.nbytes
-                self._layers[position].index_copy_(0, index, blocks[:, : self._num_kept])
-                if self._moved is not None:
-                    self._moved.layers[position].index_copy_(0, index, blocks[:, self._num_kept :])
+        self._copies.copy(pages)
+        self.copied_bytes += len(pages) * self._copies.page_bytes
 
     def complete(self) -> list[torch.Tensor]:
-        """Switch the cache to the new arrangement. Returns the memory of the old one.
+        """Switch the cache to the new arrangement, and end the move. Returns the memory of the old one.
 
         Nothing computes now, and all used pages have been copied as they are.
         """
+        del self._copies  # which has the old memory too
         return self._kv.rearrange(self._layers, self._helped)
+
+
+def _by_head(pages: torch.Tensor, moved: MovedHeads | None, position: int) -> list[torch.Tensor]:
+    """Return a layer's pages head by head, each `[num_pages, 2, page_size, head_dim]`, moved ones too."""
+    heads = list(pages.unbind(1))
+    return heads if moved is None else heads + list(moved.layers[position].unbind(1))

@@ -37,8 +37,6 @@ _LOADING_TIMEOUT_S = 1.0
 """Seconds for which a move waits for pages that are being loaded, so that they need no copy in the pause."""
 _FREEING_TIMEOUT_S = 30.0
 """Seconds for which `free_in_time` waits."""
-_GROWTH_SHARE = 0.1
-"""Share of the pages that is expected to come into use while the others are copied."""
 _NICENESS = 5
 """Niceness of the thread beside iterations, above the process's: it gets a quarter of a shared core."""
 
@@ -108,18 +106,16 @@ class Rearranger:
         Raises ModulesStayError without memory for the pages, or for the weights of layers that come back.
         """
         try:
-            move = KVCacheMove(self._kv, num_pages, helped)
+            move = KVCacheMove(self._model.library, self._kv, num_pages, helped)
         except OSError as error:
             raise ModulesStayError(f"no memory for {num_pages} pages beside those in use: {error}") from None
-        num_used = len(self._kv.used_pages())
         weight_bytes = self._model.freed_bytes
-        needed_bytes = move.page_bytes * min(num_pages, num_used + round(_GROWTH_SHARE * num_pages))
-        needed_bytes += weight_bytes
+        needed_bytes = move.expected_bytes + weight_bytes
         free_bytes = available_bytes()
         if free_bytes is not None and needed_bytes > free_bytes:
             raise ModulesStayError(
-                f"no memory to copy {num_used} pages in use, for those that come, and for weights"
-                f" ({weight_bytes // _MIB} MiB): {needed_bytes // _MIB} MiB, of which"
+                f"no memory to copy {len(self._kv.used_pages())} pages in use, for those that come, and for"
+                f" weights ({weight_bytes // _MIB} MiB): {needed_bytes // _MIB} MiB, of which"
                 f" {free_bytes // _MIB} MiB are available"
             )
         return move
@@ -127,12 +123,12 @@ class Rearranger:
     async def pre_copy(self, move: KVCacheMove) -> set[FullPage]:
         """Copy full pages beside iterations, in rounds, until few are left. Returns the copied pages."""
         copied, num_rounds = set[FullPage](), 0
+        await self.beside(move.take_memory)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _LOADING_TIMEOUT_S
         while num_rounds < _MOST_ROUNDS:
             full = self._batch.full_pages() - copied
-            # The first round takes the memory too, which would be cold in the pause.
-            if len(full) > (_FEW_PAGES if num_rounds else 0):
+            if len(full) > _FEW_PAGES:
                 pages = sorted(full_page.page for full_page in full)
                 await self.beside(functools.partial(move.copy, pages))
                 copied |= full

@@ -413,18 +413,18 @@ async def test_the_pages_of_a_request_that_migrates_here_are_copied_before_the_p
         await pair.move(0)
 
 
-async def test_few_pages_are_copied_beside_iterations_too_by_a_thread_that_yields_to_them(
+async def test_pages_are_copied_beside_iterations_by_a_thread_that_yields_to_them(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        decoded = pair.begin("moves", 200, pair.owner, 100)
+        decoded = pair.begin("moves", 60, pair.owner, 300)
         await until(lambda: bool(decoded.answer.tokens))
         copies, niceness = Copies(monkeypatch, pair), os.getpriority(os.PRIO_PROCESS, 0)
         with Brake(pair.owner.executor).on():
             moving = pair.order(1)
             await until(lambda: copies.num_beside > 0)
         assert (await pair.ended(moving)).error == ""
-        assert copies.num_beside >= 100 // BLOCK_SIZE
+        assert copies.num_beside >= 300 // BLOCK_SIZE
         assert copies.niceness_beside == {niceness + rearranger._NICENESS}
         assert copies.niceness_between == {niceness}
         await pair.move(0)

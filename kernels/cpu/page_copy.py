@@ -1,0 +1,81 @@
+"""Copies of KVCache pages between two arrangements in memory, while other threads compute (page_copy.h).
+
+Owns: the call of the compiled code. Does not know: which pages are copied, and why.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import c_int64, c_void_p
+
+import numpy as np
+import torch
+
+from kernels.cpu.library import Library
+
+
+class _PagePart(ctypes.Structure):
+    """The C++ `struct PagePart` of page_copy.h."""
+
+    _fields_ = (
+        ("source", c_void_p),
+        ("target", c_void_p),
+        ("source_stride", c_int64),
+        ("target_stride", c_int64),
+        ("num_bytes", c_int64),
+    )
+
+
+def take_memory(library: Library, tensors: Sequence[torch.Tensor], num_pages: int) -> None:
+    """Allocate the memory of the first `num_pages` items of each tensor now, whole huge pages, rather than at
+    their first use.
+
+    The tensors are contiguous, have the same size and begin with a huge page. Their content stays. A kernel
+    older than 5.14 allocates at first use all the same. Blocking, without the interpreter's lock.
+    """
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    take = library.code.take_memory
+    take.argtypes = (c_void_p, c_int64, c_int64)
+    take(addresses.ctypes.data, len(addresses), tensors[0][:num_pages].nbytes)
+
+
+class PageCopies:
+    """Copies of pages from each first tensor of `parts` to the second one, under the same numbers.
+
+    Both tensors of a part have the dtype and shape `[num_pages, ...]`, though not the same number of pages,
+    and the elements of a page lie in one piece; pages may lie apart.
+    """
+
+    def __init__(self, library: Library, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Prepare. Raises ValueError for tensors of other shapes."""
+        self._parts = list(parts)
+        """The tensors, which live as long as their addresses are in use here."""
+        self._described = (_PagePart * len(self._parts))(*(_described(*part) for part in self._parts))
+        self._num_pages = min(len(tensor) for part in self._parts for tensor in part)
+        self._copy = library.code.copy_pages
+        self._copy.argtypes = (c_void_p, c_int64, c_void_p, c_int64)
+        self.page_bytes = sum(part.num_bytes for part in self._described)
+        """Bytes of a page, all parts together."""
+
+    def copy(self, pages: Sequence[int]) -> None:
+        """Copy `pages`. Blocking, without the interpreter's lock. Raises IndexError for other numbers."""
+        if pages and not 0 <= min(pages) <= max(pages) < self._num_pages:
+            raise IndexError(f"pages {min(pages)} to {max(pages)} of {self._num_pages}")
+        numbers = np.array(pages, np.int64)
+        self._copy(self._described, len(self._described), numbers.ctypes.data, len(numbers))
+
+
+def _described(source: torch.Tensor, target: torch.Tensor) -> _PagePart:
+    if (source.dtype, source.shape[1:]) != (target.dtype, target.shape[1:]):
+        raise ValueError(
+            f"pages of {source.dtype} {list(source.shape)} are not {target.dtype} {list(target.shape)}"
+        )
+    if not (source[:1].is_contiguous() and target[:1].is_contiguous()):
+        raise ValueError(f"pages do not lie in one piece: strides {source.stride()} and {target.stride()}")
+    size = source.dtype.itemsize
+    return _PagePart(
+        source.data_ptr(),
+        target.data_ptr(),
+        source.stride(0) * size,
+        target.stride(0) * size,
+        source[:1].numel() * size,
+    )

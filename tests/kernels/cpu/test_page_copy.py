@@ -1,0 +1,59 @@
+"""Copies of pages by the compiled code, against torch."""
+
+import pytest
+import torch
+
+from kernels.cpu.library import Isa
+from kernels.cpu.memory import huge_zeros
+from kernels.cpu.page_copy import PageCopies, take_memory
+from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
+from tests.kernels.cpu.test_memory import resident_bytes
+
+LIBRARY = library_of(SUPPORTED[0])
+PAGES = [7, 0, 3, 4]
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_of_a_tensor_are_copied_to_two_and_back(isa: Isa, dtype: torch.dtype) -> None:
+    library = library_of(isa)
+    whole = random((9, 3, 2, 4, 5), dtype)
+    first, second = torch.zeros((8, 2, 2, 4, 5), dtype=dtype), torch.zeros((11, 1, 2, 4, 5), dtype=dtype)
+    parts = [(whole[:, :2], first), (whole[:, 2:], second)]
+    copies = PageCopies(library, parts)
+    assert copies.page_bytes == whole[0].nbytes
+    copies.copy(PAGES)
+    for page in range(8):
+        expected = whole[page] if page in PAGES else torch.zeros_like(whole[page])
+        assert torch.equal(torch.cat((first[page], second[page])), expected)
+    assert not second[8:].any()
+    back = torch.zeros_like(whole)
+    PageCopies(library, [(first, back[:, :2]), (second, back[:, 2:])]).copy(PAGES)
+    assert torch.equal(back[PAGES], whole[PAGES])
+
+
+def test_pages_that_one_of_the_tensors_does_not_have_are_refused() -> None:
+    whole, fewer = torch.zeros((9, 3, 2)), torch.zeros((8, 3, 2))
+    copies = PageCopies(LIBRARY, [(whole, fewer)])
+    copies.copy([])
+    for pages in ([8], [0, -1]):
+        with pytest.raises(IndexError, match="of 8"):
+            copies.copy(pages)
+
+
+def test_tensors_whose_pages_are_not_alike_are_refused() -> None:
+    whole = torch.zeros((9, 3, 2))
+    for other in (torch.zeros((9, 2, 2)), torch.zeros((9, 3, 2), dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"pages of torch\.float32"):
+            PageCopies(LIBRARY, [(whole, other)])
+    with pytest.raises(ValueError, match="one piece"):
+        PageCopies(LIBRARY, [(whole, torch.zeros((9, 2, 3)).transpose(1, 2))])
+
+
+def test_memory_is_taken_for_the_first_pages_of_all_tensors() -> None:
+    tensors = [huge_zeros((16, 1 << 20), torch.uint8) for _ in range(3)]
+    tensors[1][2, 5] = 7
+    take_memory(LIBRARY, tensors, 6)
+    for tensor in tensors:
+        assert resident_bytes(tensor.view(-1)) == 6 << 20
+    assert tensors[1].sum() == tensors[1][2, 5] == 7

@@ -1,0 +1,55 @@
+"""The memory of a move, before it is complete and afterwards."""
+
+import weakref
+
+import torch
+
+from kernels.cpu.library import choose
+from tests.kernels.cpu.test_memory import resident_bytes
+from workers.decode.migration.kvcache_move import KVCacheMove
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.spec import ModelSpec
+
+SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
+PAGES_OF_HUGE_PAGE = 256
+"""Pages of 8 KiB in a huge page."""
+
+
+def begun() -> tuple[DeviceKVCache, KVCacheMove]:
+    """Return a cache of ten huge pages a layer, two of them in use, and a move to twice as many pages."""
+    library = choose().library
+    assert library is not None
+    kv = DeviceKVCache(SPEC, range(2), 10 * PAGES_OF_HUGE_PAGE, 16, torch.float32)
+    for page in kv.allocate(2 * PAGES_OF_HUGE_PAGE):
+        kv.layer(0)[page], kv.layer(1)[page] = page, -page
+    return kv, KVCacheMove(library, kv, 20 * PAGES_OF_HUGE_PAGE, None)
+
+
+def bytes_in_memory(kv: DeviceKVCache) -> list[int]:
+    return [resident_bytes(kv.layer(layer).view(-1).view(torch.uint8)) for layer in kv.layers]
+
+
+def test_pages_that_will_be_used_have_memory_before_the_pause() -> None:
+    kv, move = begun()
+    assert move.num_expected_pages == 4 * PAGES_OF_HUGE_PAGE  # a tenth of all pages may come into use
+    move.take_memory()
+    move.copy(kv.used_pages())
+    move.complete()
+    assert bytes_in_memory(kv) == [4 * (2 << 20)] * 2
+    assert move.expected_bytes == sum(bytes_in_memory(kv))
+
+
+def test_the_memory_before_is_kept_by_nothing_but_the_result() -> None:
+    kv, move = begun()
+    before = weakref.ref(kv.layer(0).untyped_storage())
+    copied = kv.used_pages()
+    move.copy(copied)
+    given_up = move.complete()
+    is_kept = [before() is not None]
+    given_up.clear()
+    is_kept.append(before() is not None)
+    assert is_kept == [True, False]
+    assert move.copied_bytes == len(copied) * 2 * 8192
+    for page in copied:
+        assert (kv.layer(0)[page] == page).all()
+        assert (kv.layer(1)[page] == -page).all()
