@@ -9,7 +9,8 @@ without a move.
 Layers are then measured as a pipeline: the first instance by itself, with layers at the second one, and by
 itself again, as contexts grow; then with layers at the second one and twice as many streams, for which both
 together have the memory. Bars: throughput of the larger pipeline at least 1.7 times that of one instance, TBT
-at most 1.15 times.
+at most 1.15 times. Two instances that decode by themselves show what both cores can do at most, which is less
+where they are threads of one core.
 
 Owns: the steps, the tables, the bars. Does not know: how modules move.
 """
@@ -27,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.kvstore.rounds import print_table, progress
-from benchmarks.migration.rig import Rig, Stream, rig
+from benchmarks.migration.rig import Instance, Rig, Stream, rig
 from benchmarks.servers import heeding_sigterm
 from benchmarks.tools.arguments import count
 from mooncake.messages.migration import LayerRange
@@ -58,18 +59,18 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Bench:
-    """Streams at the first instance of a rig. All prompts are random tokens."""
+    """Streams at the instance `owner` of a rig. All prompts are random tokens."""
 
-    def __init__(self, on: Rig) -> None:
+    def __init__(self, on: Rig, owner: Instance) -> None:
         self._rig, self._generator = on, torch.Generator().manual_seed(0)
-        self.owner = next(iter(on.instances.values()))
+        self.owner = owner
         self.streams: list[Stream] = []
 
     async def begin(self, num: int) -> None:
         """Begin streams, and wait until all are decoded."""
         for _ in range(num):
             prompt = torch.randint(1000, 40000, (PROMPT,), generator=self._generator).tolist()
-            name = f"s{len(self.streams)}"
+            name = f"{self.owner.register.instance}{len(self.streams)}"
             stream = await self._rig.begin(name, prompt, OUTPUT, self.owner, seed=len(self.streams))
             self.streams.append(stream)
         await self.go_on(TOKENS_BEHIND)
@@ -78,6 +79,12 @@ class Bench:
         """Wait for that many more tokens of each stream."""
         for goal in [(stream, len(stream.tokens) + num_tokens) for stream in self.streams]:
             await goal[0].reached(goal[1])
+
+    async def end(self) -> None:
+        """End all streams."""
+        for stream in self.streams:
+            await self._rig.end(stream)
+        self.streams.clear()
 
     async def rate(self) -> Rate:
         """Measure the streams."""
@@ -159,7 +166,7 @@ async def run_heads(num_heads: int, batch: int, num_moves: int) -> bool:
     """Measure moves of KV heads, and print. Returns whether the bar is met and tokens equal those of a stream
     that stays."""
     async with rig(batch) as on:
-        bench = Bench(on)
+        bench = Bench(on, on.first)
         await bench.begin(batch)
         alone = await bench.rate()
         move = functools.partial(on.place, bench.owner, num_heads=num_heads)
@@ -174,12 +181,16 @@ async def run_layers(layers: LayerRange, batch: int, num_moves: int) -> bool:
     """Measure moves of layers and the pipeline, and print. Returns whether the bars are met and tokens equal
     those of a stream that stays."""
     async with rig(2 * batch) as on:
-        bench = Bench(on)
+        bench, beside = Bench(on, on.first), Bench(on, on.other(on.first))
         move = functools.partial(on.place, bench.owner, layers)
         back = functools.partial(on.place, bench.owner)
         progress("one instance")
         await bench.begin(batch)
         before = await bench.rate()
+        progress("two instances")
+        await beside.begin(batch)
+        both = await asyncio.gather(bench.rate(), beside.rate())
+        await beside.end()
         found = await pauses(bench, move, back, num_moves, before.tbt_s)
         progress("pipeline")
         await move()
@@ -192,6 +203,7 @@ async def run_layers(layers: LayerRange, batch: int, num_moves: int) -> bool:
         await back()
         num_others = await bench.num_with_other_tokens(3)
     alone_per_s = (before.tokens_per_s + after.tokens_per_s) / 2
+    apart = Rate(sum(rate.tokens_per_s for rate in both), [gap for rate in both for gap in rate.gaps_s])
     alone_s = (before.tbt_s + after.tbt_s) / 2
     rows = [
         (
@@ -205,6 +217,7 @@ async def run_layers(layers: LayerRange, batch: int, num_moves: int) -> bool:
         for what, rate in (
             (f"one instance, {batch} streams", before),
             ("again", after),
+            (f"two instances, {batch} streams each", apart),
             (f"layers {layers} at a helper, {batch} streams", piped),
             (f"the same, {2 * batch} streams", larger),
         )

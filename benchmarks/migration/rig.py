@@ -203,6 +203,11 @@ class Rig:
         del self._streams[stream.request.request_id]
         await self._tell(stream.at, Abort(stream.ref))
 
+    @property
+    def first(self) -> Instance:
+        """The instance that registered first."""
+        return next(iter(self.instances.values()))
+
     def other(self, instance: Instance) -> Instance:
         """Return the other of the two instances."""
         [other] = [other for other in self.instances.values() if other is not instance]

@@ -238,9 +238,9 @@ class ModuleMoves:
                 f"there are {kv.num_own_pages}"
             )
         move = self._rearranger.begin(kv.num_own_pages, None)
+        await self._load_weights(self._rearranger.beside)
         try:
             await self._rearranger.free_in_time(kv.num_own_pages)
-            await self._load_weights(self._rearranger.beside)
         except ModulesStayError:
             if not self._is_lost:
                 kv.reopen()

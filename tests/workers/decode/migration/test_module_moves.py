@@ -218,6 +218,19 @@ async def test_modules_come_back_although_their_pages_are_needed(
         assert [await tokens_of(decoded.answer) for decoded in begun] == expected
 
 
+async def test_requests_keep_pages_beyond_the_owners_own_while_weights_cannot_be_loaded(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected, begun = await beyond_own_pages(pair, LayerRange(1, 3))
+        num_before = pair.owner.decode.meter.stats.num_preemptions
+        with lost_checkpoint(pair):
+            place = await pair.place(0)
+        assert place.error
+        assert pair.owner.decode.meter.stats.num_preemptions == num_before
+        assert [await tokens_of(decoded.answer) for decoded in begun] == expected
+
+
 @PARTS
 async def test_a_lost_helper_costs_no_answer(
     start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
