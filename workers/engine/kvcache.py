@@ -134,6 +134,10 @@ class DeviceKVCache:
             return [huge_zeros(shape, self.dtype) for _ in layers]
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers]
 
+    def take_memory_beside(self) -> None:
+        """Call `take_memory` on a thread of its own."""
+        threading.Thread(target=self.take_memory, name="kvcache-memory", daemon=True).start()
+
     def take_memory(self) -> None:
         """Have the operating system allocate the memory of all pages on a CPU that are not lent, in order.
         Blocking.
@@ -211,6 +215,7 @@ class DeviceKVCache:
         """Return to an arrangement with all modules in this process, all pages free, nothing copied."""
         self._tensors = []  # else both arrangements would take memory
         self.rearrange(self.new_layers(self.num_own_pages, len(self.kv_heads)), None)
+        self.take_memory_beside()
 
     def used_pages(self, first: int = 0) -> list[int]:
         """Return the numbers of pages from `first` on that are not free."""

@@ -5,7 +5,6 @@ Owns: the choices made once at start. Does not know: later computations.
 
 import functools
 import os
-import threading
 
 import torch
 
@@ -71,7 +70,7 @@ def load_executor(
             f"{device} has too little memory beside the weights of {checkpoint.name}: make"
             f" kvcache.device_bytes or worker.prefill_chunk smaller ({error})"
         ) from None
-    threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
+    kv.take_memory_beside()
     grammars = Grammars(lambda: load_vocabulary(checkpoint))
     grammars.prepare()
     return Executor(model, kv, grammars, record, functools.partial(refill, checkpoint))

@@ -1,5 +1,6 @@
 """The free list of device pages, and their memory."""
 
+import threading
 import weakref
 
 import pytest
@@ -152,6 +153,15 @@ def test_memory_of_an_earlier_arrangement_is_neither_taken_nor_kept(
     assert num_taken == 1
     assert before() is None
     assert large.layer(0).untyped_storage().data_ptr() != memory
+
+
+def test_a_cache_that_is_reset_takes_its_memory_early(large: DeviceKVCache) -> None:
+    large.reset()
+    for thread in threading.enumerate():
+        if thread.name == "kvcache-memory":
+            thread.join()
+    for layer in large.layers:
+        assert resident_bytes(large.layer(layer).view(-1).view(torch.uint8)) == 3 * HUGE_PAGE_BYTES
 
 
 def test_a_cache_that_is_reset_never_has_memory_twice(

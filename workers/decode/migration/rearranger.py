@@ -160,7 +160,7 @@ class Rearranger:
                 self._resume()
                 self._meter.copied(move.copied_bytes)
         await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
-        threading.Thread(target=self._kv.take_memory, name="kvcache-memory", daemon=True).start()
+        self._kv.take_memory_beside()
 
     async def beside(self, call: Callable[[], None]) -> None:
         """Run a blocking call while iterations go on. It runs to its end even if the caller is cancelled."""
