@@ -65,13 +65,15 @@ class Bench:
         self._rig, self._generator = on, torch.Generator().manual_seed(0)
         self.owner = owner
         self.streams: list[Stream] = []
+        self._num_begun = 0
 
     async def begin(self, num: int) -> None:
-        """Begin streams, and wait until all are decoded."""
+        """Begin further streams, and wait until all are decoded."""
         for _ in range(num):
             prompt = torch.randint(1000, 40000, (PROMPT,), generator=self._generator).tolist()
-            name = f"{self.owner.register.instance}{len(self.streams)}"
-            stream = await self._rig.begin(name, prompt, OUTPUT, self.owner, seed=len(self.streams))
+            self._num_begun += 1
+            name = f"{self.owner.register.instance}{self._num_begun}"
+            stream = await self._rig.begin(name, prompt, OUTPUT, self.owner, seed=self._num_begun)
             self.streams.append(stream)
         await self.go_on(TOKENS_BEHIND)
 
@@ -150,10 +152,13 @@ class Pauses(NamedTuple):
 
 
 async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration_s: float) -> Pauses:
-    """Move modules to the helper and back `num_moves` times, and return the pauses."""
-    found = Pauses([], [], iteration_s)
+    """Move modules to the helper and back `num_moves` times, with new streams each time, and return the
+    pauses."""
+    found, num_streams = Pauses([], [], iteration_s), len(bench.streams)
     for number in range(num_moves):
         progress(f"moves: {number} of {num_moves}")
+        await bench.end()
+        await bench.begin(num_streams)
         for act in (move, back):
             began_s = time.perf_counter()
             found.moves_s.append(await bench.pause_s(act))

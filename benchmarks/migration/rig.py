@@ -327,7 +327,7 @@ def _config_of(rig: Rig, name: str, max_batch: int) -> Config:
         ("conductor", "endpoint"): rig.endpoint,
         ("security", "key_file"): str(rig.key_file),
         ("kvcache", "pool_bytes"): "1GiB",
-        ("kvcache", "device_bytes"): "3GiB",
+        ("kvcache", "device_bytes"): "1GiB",
         ("worker", "num_threads"): "1",
         ("worker", "max_batch"): str(max_batch),
     }
