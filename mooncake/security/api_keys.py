@@ -40,7 +40,10 @@ class ApiKey(BaseModel):
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Choices that run at the same time, at all fronts together."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """The lowest priority number that requests may ask for, and the default of requests that ask for none."""
+    """The lowest priority number that requests may ask for, and the default of requests that ask for none.
+
+    If absent: 0, so that no tenant goes before others unless the file says so, and any SLO class.
+    """
     max_context_cache_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens in context caches at most; default: `http.context_cache_tokens`."""
     cache_group: Annotated[str, Field(pattern=r"^[^\x00]{1,128}$")] | None = None

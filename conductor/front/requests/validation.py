@@ -313,10 +313,10 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 def priority_of(wanted: int | None, key: ApiKey | None) -> int:
     """Return the priority of a request: the wanted one, if the key allows it. Raises RequestError."""
-    first = None if key is None else key.priority
+    first = 0 if key is None else key.priority or 0
     if wanted is None:
-        return first or 0
-    if first is not None and wanted < first:
+        return first
+    if key is not None and wanted < first:
         raise RequestError(
             f"priority is {wanted}, and requests of this API key may have {first} or more",
             status=403,

@@ -153,9 +153,11 @@ def test_a_key_limits_the_priority_of_its_requests() -> None:
     ]
     assert [job_of(of).priority for of in (None, key(), limited)] == [0, 0, 3]
     assert job_of(limited, priority=7).requests("ipc://x")[0].priority == 7
-    with pytest.raises(RequestError, match="3 or more") as caught:
-        job_of(limited, priority=2)
-    assert (caught.value.status, caught.value.param) == (403, "priority")
+    assert job_of(key(priority=-3), priority=-3).priority == -3
+    for of, wanted, first in ((limited, 2, 3), (key(), -1, 0), (key(priority=-3), -4, -3)):
+        with pytest.raises(RequestError, match=f"{first} or more") as caught:
+            job_of(of, priority=wanted)
+        assert (caught.value.status, caught.value.param) == (403, "priority")
 
 
 def test_kvcache_is_shared_within_a_key_only() -> None:
