@@ -10,6 +10,7 @@ Owns: these processes, their limits, the order of tasks. Does not know: the work
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import itertools
 import math
@@ -46,6 +47,8 @@ _MAX_S = 120.0
 _FORK_S = 30.0
 """Seconds in which the first process must fork another one. Beyond that it hangs, or is stopped."""
 _SIZE = struct.Struct("<Q")
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class Queue(Enum):
@@ -260,12 +263,16 @@ class _Process:
 def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
     """Run `work` in a forked child that has no descriptors but `keep` and stderr.
 
-    Returns the child's process id.
+    The child ends with the thread that calls this, even if it is stopped then. Returns its process id.
     """
+    parent = os.getpid()
     if pid := os.fork():
         return pid
     status = 1
     try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(status)
         gc.freeze()  # what is garbage is not to close descriptors that are others now
         for number in range(1, signal.NSIG):
             with contextlib.suppress(OSError, ValueError):

@@ -1,10 +1,13 @@
 """Work in other processes: what it may take, whose turn it is, and that nothing of it is left."""
 
 import asyncio
+import contextlib
 import os
 import random
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,40 @@ async def test_a_process_that_computes_or_is_stopped_ends_with_the_server() -> N
     ended, _, _ = await asyncio.to_thread(select.select, [process], [], [], DEADLINE_S)
     os.close(process)
     assert ended
+
+
+SERVER = """
+import asyncio
+from conductor.front.requests.offload import Offload, Queue
+from tests.conductor.front.requests.test_offload import children, work
+
+async def serve():
+    offload = Offload({Queue.SHORT: work})
+    running = asyncio.create_task(offload.run())
+    print(*children(), (await offload.do(Queue.SHORT, "")).value, flush=True)
+    await running
+
+asyncio.run(serve())
+"""
+
+
+def test_processes_that_are_stopped_end_with_a_server_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        pids = [int(pid) for pid in server.stdout.readline().split()]
+        processes = [os.pidfd_open(pid) for pid in pids]
+        for process in processes:
+            signal.pidfd_send_signal(process, signal.SIGSTOP)
+        server.kill()
+    try:
+        assert len(processes) == 2
+        for process in processes:
+            assert select.select([process], [], [], DEADLINE_S)[0]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
 
 
 async def test_errors_are_those_of_the_work(offload: Offload) -> None:
