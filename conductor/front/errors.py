@@ -54,7 +54,12 @@ def tokens_in_words(num_tokens: int) -> str:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """Return the error as OpenAI's error object."""
+    """Return the error as OpenAI's error object.
+
+    The error loses its traceback. Where a frame of that refers to the error, both would keep the request in
+    memory until Python looks for cycles.
+    """
+    error.__traceback__ = None
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status >= 500:
