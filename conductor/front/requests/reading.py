@@ -21,6 +21,7 @@ from conductor.front.requests.context_beginnings import NewBeginning, read_begin
 from conductor.front.requests.grammars import WantedGrammar
 from conductor.front.requests.offload import Offload, Queue, TaskResult
 from conductor.front.requests.tokenization import AboutTokens, answer_about_tokens, check_num_ids
+from conductor.front.requests.turns import ReadingOrder
 from conductor.front.requests.validation import (
     ApiEndpoint,
     CacheWantedError,
@@ -70,6 +71,7 @@ class Reading:
         self._offload = Offload(
             {Queue.SHORT: self._read, Queue.LONG: self._read, Queue.GRAMMAR: self._compile}
         )
+        self._order = ReadingOrder()
         self._good_grammars = OrderedDict[str, None]()
 
     async def run(self) -> None:
@@ -89,7 +91,7 @@ class Reading:
         is read until it names one, and then again with that.
         """
         cache = None
-        if len(body) <= MAX_BRIEF_BYTES:
+        if await self._is_in_turn(body, key):
             request = read_request(endpoint, body.whole(), self._model, self._name)
             if is_brief(request):
                 return await self._checked(job_of(request, self._model, self._max_choices, key), key)
@@ -103,7 +105,7 @@ class Reading:
 
     async def beginning(self, body: ReceivedBody, key: ApiKey | None) -> NewBeginning:
         """Return the content of a new context cache. Raises RequestError."""
-        if len(body) <= MAX_BRIEF_BYTES:
+        if await self._is_in_turn(body, key):
             return read_beginning(body.whole(), self._model, self._name, key)
         answer = await self._ask(_BeginningTask(key), body, key)
         new: NewBeginning = answer.value
@@ -113,12 +115,19 @@ class Reading:
         """Return the answer to `/tokenize` or `/detokenize`, in JSON. Raises RequestError."""
         if kind is AboutTokens.DETOKENIZE:
             check_num_ids(body, self._model)
-        if len(body) <= MAX_BRIEF_BYTES:
+        if await self._is_in_turn(body, key):
             answer = answer_about_tokens(kind, body.whole(), self._model, self._name, only_brief=True)
             if answer is not None:
                 return answer
         [data] = (await self._ask(_TokensTask(kind), body, key)).parts
         return data
+
+    async def _is_in_turn(self, body: ReceivedBody, key: ApiKey | None) -> bool:
+        """Return whether a body is to be read in the event loop: now, as its turn has come."""
+        if len(body) > MAX_BRIEF_BYTES:
+            return False
+        await self._order.turn(_tenant(key), len(body))
+        return True
 
     async def _ask(self, task: Any, body: ReceivedBody, key: ApiKey | None) -> TaskResult:
         queue = Queue.SHORT if len(body) <= _MAX_SHORT_BYTES else Queue.LONG

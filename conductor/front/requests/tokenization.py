@@ -60,9 +60,15 @@ def answer_about_tokens(
     if kind is AboutTokens.DETOKENIZE:
         return msgspec.json.encode(detokenize(body, model, served_model_name))
     request = _tokenize_request(body, model)
-    if only_brief and not is_brief_conversation(len(request.messages or ()), request.chat_template_kwargs):
+    if only_brief and not _is_brief(request):
         return None
     return msgspec.json.encode(_tokenized(request, model, served_model_name))
+
+
+def _is_brief(request: TokenizeRequest) -> bool:
+    """Return whether the answer to a short request takes little to make. Strings of tokens take much."""
+    num_messages, variables = len(request.messages or ()), request.chat_template_kwargs
+    return not request.return_token_strs and is_brief_conversation(num_messages, variables)
 
 
 def check_num_ids(body: ReceivedBody, model: ServedModel) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from conductor.front.requests.tokenization import detokenize, tokenize
+from conductor.front.requests.tokenization import AboutTokens, answer_about_tokens, detokenize, tokenize
 from mooncake.errors import RequestError
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, Running, byte_model
 
@@ -26,6 +26,22 @@ def test_a_text() -> None:
     }
     assert tokenized(prompt="hé", return_token_strs=True)["token_strs"] == ["h", "\ufffd", "\ufffd"]
     assert tokenized(prompt="")["count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_brief"),
+    [
+        ({"prompt": "hi"}, True),
+        ({"prompt": "hi", "return_token_strs": True}, False),
+        ({"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}, False),
+    ],
+)
+def test_strings_of_tokens_are_not_made_where_only_brief_answers_are(
+    fields: dict[str, Any], is_brief: bool
+) -> None:
+    body = json.dumps(fields).encode()
+    answer = answer_about_tokens(AboutTokens.TOKENIZE, body, MODEL, MODEL_NAME, only_brief=True)
+    assert (answer is not None) == is_brief
 
 
 def test_a_conversation_with_and_without_the_assistants_turn() -> None:
