@@ -57,6 +57,8 @@ from mooncake.tracing.opening import open_tracer
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
 """The identity of the front in this process. Other fronts are named after their nodes."""
+_OWN_FRONT_S = 0.005
+"""Seconds for which messages of that front are handled in one turn of the event loop."""
 log = logging.getLogger(__name__)
 
 
@@ -95,10 +97,12 @@ class ConductorService:
                 await self._react(*await self._router.recv())
 
     async def _hear_own_front(self) -> None:
+        turn_began_s = time.monotonic()
         while True:
             await self._react(OWN_FRONT, await self._front.recv())
-            if self._front.num_unread:
+            if not self._front.num_unread or time.monotonic() > turn_began_s + _OWN_FRONT_S:
                 await asyncio.sleep(0)  # many requests at once must not starve the event loop
+                turn_began_s = time.monotonic()
 
     async def _react(self, sender: bytes, message: ToConductor) -> None:
         now_s = time.monotonic()

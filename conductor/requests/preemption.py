@@ -125,12 +125,14 @@ class Preemption:
     def _preemptible(
         self, tracked: TrackedRequest, device_s: float, now_s: float, others: Iterable[TrackedRequest]
     ) -> Iterator[Contender]:
+        tenant, level = tracked.request.tenant, _level(tracked, now_s)
         queued = [
             Contender(other, _level(other, now_s), other.placed.device_s)
             for other in others
-            if self.may_yield(other)
+            # Most are of the tenant itself when it sends more than may run: these are sorted out cheaply.
+            if (other.request.tenant != tenant or _level(other, now_s) != level) and self.may_yield(other)
         ]
-        return preemptible(Contender(tracked, _level(tracked, now_s), device_s), queued, self._shares_s())
+        return preemptible(Contender(tracked, level, device_s), queued, self._shares_s() if queued else {})
 
     def _shares_s(self) -> Mapping[str, float]:
         """Return the predicted seconds of each tenant's placed requests."""

@@ -7,6 +7,8 @@ import pytest
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
+from conductor.requests.registry import Requests
+from conductor.scheduling.algorithm1 import Scheduler
 from conductor.settings import Limits
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.block_orders import Pin, Unpin
@@ -69,6 +71,20 @@ def test_full_and_empty_clusters_say_when_to_come_back() -> None:
     for effect, status in ((full, 429), (empty, 503)):
         assert isinstance(effect.message, Rejected)
         assert (effect.message.status, effect.message.retry_after_s) == (status, 1.0)
+
+
+def test_a_flood_of_one_tenant_beyond_the_limit_is_rejected_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
+    conductor = new_conductor(Limits(max_running_requests=2))
+    for name in ("a", "b"):
+        conductor.handle(FRONT, Submit(request(name, 16)), 0.0)
+
+    def not_called(*_: object, **__: object) -> None:
+        raise AssertionError("nothing yields, wherever the request would be placed")
+
+    monkeypatch.setattr(Scheduler, "schedule", not_called)
+    monkeypatch.setattr(Requests, "has_not_begun", not_called)
+    [effect] = conductor.handle(FRONT, Submit(request("c", 16)), 0.0)
+    assert isinstance(effect.message, Rejected)
 
 
 def test_the_conductors_own_silence_is_not_held_against_others() -> None:
