@@ -45,12 +45,15 @@ class Placer:
 
         No effects if no request yields, or if the new one would get no pair all the same.
         """
-        other = self._preemption.first(tracked, now_s)
-        placement = None if other is None else self._schedule(tracked, now_s)
+        if self._preemption.first(tracked, 0.0, now_s) is None:
+            return []  # nothing yields, wherever the new one would go, which is cheaper to find
+        placement = self._schedule(tracked, now_s)
         if placement is None:
             return []
         placement, rejection = self._checked(tracked, placement, now_s)
-        if rejection is not None:  # it needs the room of these, too
+        if rejection is None:
+            other = self._preemption.first(tracked, placement.prediction.prefill_s, now_s)
+        else:  # it needs the room of these, too
             other = next(iter(self._victims(tracked, placement, rejection, now_s)), None)
         if other is None:
             return []

@@ -72,9 +72,12 @@ class Preemption:
         """Return whether the request may be preempted: nothing of it is computed, and it may be rejected."""
         return tracked.may_be_rejected and self._requests.has_not_begun(tracked)
 
-    def first(self, tracked: TrackedRequest, now_s: float) -> TrackedRequest | None:
-        """Return the placed request that yields first to this new one; None if none does."""
-        victim = next(self._preemptible(tracked, 0.0, now_s, self._requests.by_id.values()), None)
+    def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
+        """Return the placed request that yields first to this new one; None if none does.
+
+        `device_s`: predicted seconds of devices that the new one takes.
+        """
+        victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
         return None if victim is None else victim.tracked
 
     def enough(
