@@ -3,7 +3,8 @@
 A reserved prompt holds its pages until its sequence joins the batch, which may be long after its prefill. So
 the prompts of a tenant hold at most a share of the pool, and those of an answer a smaller share. The rest is
 headroom for other tenants, which need not wait until the batch has served all prompts before theirs. Of the
-waiting prompts, the one whose tenant, and then whose answer, holds least goes first; then the oldest.
+waiting prompts, the one with which its tenant would hold least goes first, so that a short one does not wait
+for the long ones of many tenants; then the one whose answer holds least, then the oldest.
 
 Owns: that order. Does not know: how pages are reserved, what they hold.
 """
@@ -78,7 +79,9 @@ class ReservingTurns:
             and self._fits(by_answer[waiting.flow], waiting.num_pages, ANSWER_SHARE)
         ]
         if fitting:
-            first = min(fitting, key=lambda one: (by_tenant[one.flow.tenant], by_answer[one.flow]))
+            first = min(
+                fitting, key=lambda one: (by_tenant[one.flow.tenant] + one.num_pages, by_answer[one.flow])
+            )
             self._waiting.remove(first)
             self._is_taken = True
             first.turn.set_result(None)

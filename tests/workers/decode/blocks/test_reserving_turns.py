@@ -49,6 +49,18 @@ async def test_whoever_holds_least_goes_first() -> None:
     assert pool.order == [A, B, Flow("a", "2"), A, A]
 
 
+async def test_a_short_prompt_does_not_wait_for_long_ones_of_many_tenants() -> None:
+    pool, may_end = Pool(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pool.reserve(A, 50, may_end))
+        for number in range(5):
+            group.create_task(pool.reserve(Flow(f"c{number}", "1"), 50))
+        group.create_task(pool.reserve(B, 1))
+        await settle()
+        may_end.set()
+    assert pool.order[:2] == [A, B]
+
+
 @pytest.mark.parametrize(("flow", "most"), [(A, 5), (Flow("a", ""), 7)])
 async def test_pages_are_left_for_other_answers_and_tenants(flow: Flow, most: int) -> None:
     pool = Pool()
