@@ -13,12 +13,13 @@ import ssl
 from starlette.types import ASGIApp
 
 from conductor.front.http.connection import Connection, Serving
+from conductor.front.http.handshakes import HandshakeTurns
 from conductor.front.http.sharing import ConnectionTable, UploadBudget
 from conductor.front.http.timers import Timeouts
 from mooncake.errors import ConfigError
 
 HANDSHAKE_S = 60.0
-"""Seconds for a TLS handshake. With too many handshakes at once the oldest is ended sooner."""
+"""Seconds for a TLS handshake to begin, and for the rest of it. With too many at once the oldest is ended."""
 _BACKLOG = 2048
 _MAX_ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before other tasks of the event loop run."""
@@ -77,6 +78,7 @@ class HttpServer:
         self._serving = Serving(app, timeouts, self.connections, uploads, self._loop)
         self._handshakes: set[asyncio.Task[None]] = set()
         """Connections that are accepted and cannot be used yet."""
+        self._turns = HandshakeTurns()
         self._retry: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -128,10 +130,18 @@ class HttpServer:
             task.add_done_callback(self._handshakes.discard)
 
     async def _begin(self, accepted: socket.socket, connection: Connection) -> None:
-        timeout_s = None if self._tls is None else HANDSHAKE_S
         try:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(lambda: connection, accepted)
+                return
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    await self._turns.turn(accepted)
+            except BaseException:
+                accepted.close()
+                raise
             await self._loop.connect_accepted_socket(
-                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
             )
         except OSError:  # the client has gone, does not speak TLS, or takes too long
             self.connections.lost(connection)

@@ -1,0 +1,79 @@
+"""The order in which TLS handshakes begin."""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from conductor.front.http import handshakes
+from conductor.front.http.handshakes import HandshakeTurns
+
+
+class Clients:
+    """Connections whose handshakes wait for their turns, and the turns of the event loop in which they got
+    them."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._turns, self._stack = HandshakeTurns(), stack
+        self.begun: list[int] = []
+        self.refused: list[int] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def add(self, *, speaks: bool) -> None:
+        client, accepted = map(self._stack.enter_context, socket.socketpair())
+        accepted.setblocking(False)
+        if speaks:
+            client.sendall(b"hello")
+        self.tasks.append(asyncio.create_task(self._wait(len(self.tasks), accepted)))
+
+    async def _wait(self, number: int, accepted: socket.socket) -> None:
+        try:
+            await self._turns.turn(accepted)
+        except ConnectionAbortedError:
+            self.refused.append(number)
+        else:
+            self.begun.append(number)
+
+
+@pytest.fixture
+async def clients() -> AsyncIterator[Clients]:
+    with contextlib.ExitStack() as stack:
+        made = Clients(stack)
+        yield made
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+async def test_a_few_begin_in_each_turn_of_the_event_loop(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "_MAX_AT_ONCE", 2)
+    for _ in range(7):
+        clients.add(speaks=True)
+    nums = [0]
+    while len(clients.begun) < 7:
+        await asyncio.sleep(0)
+        nums.append(len(clients.begun))
+    assert max(later - before for before, later in itertools.pairwise(nums)) == 2
+
+
+async def test_one_that_says_nothing_waits_and_holds_up_none(clients: Clients) -> None:
+    clients.add(speaks=False)
+    clients.add(speaks=True)
+    await clients.tasks[1]
+    assert clients.begun == [1]
+
+
+async def test_the_oldest_is_refused_when_too_many_wait(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "MAX_WAITING", 3)
+    for _ in range(5):
+        clients.add(speaks=True)
+    await asyncio.gather(*clients.tasks)
+    assert len(clients.refused) == 2
+    assert len(clients.begun) == 3
