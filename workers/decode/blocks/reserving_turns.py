@@ -4,7 +4,8 @@ A reserved prompt holds its pages until its sequence joins the batch, which may 
 the prompts of a tenant hold at most a share of the pool, and those of an answer a smaller share. The rest is
 headroom for other tenants, which need not wait until the batch has served all prompts before theirs. Of the
 waiting prompts, the one with which its tenant would hold least goes first, so that a short one does not wait
-for the long ones of many tenants; then the one whose answer holds least, then the oldest.
+for the long ones of many tenants; then the one whose answer holds least, then the oldest. All others together
+leave room for short ones.
 
 Owns: that order. Does not know: how pages are reserved, what they hold.
 """
@@ -23,6 +24,11 @@ more."""
 ANSWER_SHARE = 0.5
 """The share of the pool's pages that an answer's reserved prompts hold at most; a single prompt may hold
 more."""
+
+SHORT_SHARE = 1 / 8
+"""The share of the pool's pages that is left to short prompts."""
+_LONGEST_SHORT_SHARE = 1 / 64
+"""The share of the pool's pages that a short prompt has at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +77,12 @@ class ReservingTurns:
         for flow, num_pages in self._held():
             by_tenant[flow.tenant] += num_pages
             by_answer[flow] += num_pages
+        num_held = by_tenant.total()
         fitting = [
             waiting
             for waiting in self._waiting
             if not waiting.turn.cancelled()
+            and (self._is_short(waiting) or self._fits(num_held, waiting.num_pages, 1 - SHORT_SHARE))
             and self._fits(by_tenant[waiting.flow.tenant], waiting.num_pages, TENANT_SHARE)
             and self._fits(by_answer[waiting.flow], waiting.num_pages, ANSWER_SHARE)
         ]
@@ -85,6 +93,9 @@ class ReservingTurns:
             self._waiting.remove(first)
             self._is_taken = True
             first.turn.set_result(None)
+
+    def _is_short(self, waiting: _Waiting) -> bool:
+        return waiting.num_pages <= _LONGEST_SHORT_SHARE * self._num_pages
 
     def _fits(self, num_held: int, num_pages: int, share: float) -> bool:
         return not num_held or num_held + num_pages <= share * self._num_pages

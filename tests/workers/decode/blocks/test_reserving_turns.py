@@ -61,6 +61,20 @@ async def test_a_short_prompt_does_not_wait_for_long_ones_of_many_tenants() -> N
     assert pool.order[:2] == [A, B]
 
 
+async def test_long_prompts_of_many_tenants_leave_room_for_short_ones() -> None:
+    pool = Pool()
+    async with asyncio.TaskGroup() as group:
+        for number in range(5):
+            group.create_task(pool.reserve(Flow(f"c{number}", "1"), 20))
+        await settle()
+        assert pool.order == [Flow(f"c{number}", "1") for number in range(4)]
+        group.create_task(pool.reserve(B, 1))
+        await settle()
+        assert pool.order[4:] == [B]
+        pool.release(Flow("c0", "1"), 20)
+    assert len(pool.order) == 6
+
+
 @pytest.mark.parametrize(("flow", "most"), [(A, 5), (Flow("a", ""), 7)])
 async def test_pages_are_left_for_other_answers_and_tenants(flow: Flow, most: int) -> None:
     pool = Pool()
