@@ -5,14 +5,14 @@ sequences that are decoded, and are as long as the strictest TBT SLO of these al
 2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first and
 outside the budget: they are few, and a client waits for the next token.
 
-Prompts of one priority take turns between tenants and answers, as at prefill instances. If the first ones are
-of tenants with little to compute, the iteration has no other prompts, so that it is short.
+Prompts of one priority take turns between tenants and answers, as at prefill instances. Tenants with many
+times as much to compute as the first prompt's have no part in its iteration, so that this one is short.
 
 Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
 many tokens of prompts are too many, the clock, pools, pages.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -22,6 +22,9 @@ from workers.decode.batching.iterations import PlannedChunk
 from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
 from workers.execution.fair_order import FairOrder
+
+_MOST_TIMES = 4
+"""The tokens to compute of tenants in one iteration, at most, by those of the first prompt's tenant."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,14 +46,10 @@ class _Prompt:
 
 
 class _PromptOrder:
-    """The order of inlined prompts.
+    """The order of inlined prompts. `lead_tokens`: see `FairOrder`."""
 
-    A tenant with at most `light_tokens` to compute has iterations without prompts of other tenants.
-    """
-
-    def __init__(self, light_tokens: int) -> None:
-        self._light_tokens = light_tokens
-        self._fair_order = FairOrder(light_tokens)
+    def __init__(self, lead_tokens: int) -> None:
+        self._fair_order = FairOrder(lead_tokens)
         self._prompts: dict[Sequence, _Prompt] = {}
 
     def in_turn(self, ready: Iterable[Sequence], sharing: Iterable[Sequence]) -> list[Sequence]:
@@ -65,8 +64,12 @@ class _PromptOrder:
             by_priority[prompt.sequence.request.priority].append(prompt)
         turns = {priority: iter(self._fair_order.ordered(equals)) for priority, equals in by_priority.items()}
         ordered = [next(turns[prompt.sequence.request.priority]) for prompt in prompts]
-        light = takewhile(lambda prompt: self._is_light(prompt.flow.tenant), ordered)
-        return [prompt.sequence for prompt in (list(light) or ordered)]
+        num_tokens: Counter[str] = Counter()
+        for prompt in self._prompts.values():
+            num_tokens[prompt.flow.tenant] += prompt.sequence.num_tokens_to_plan
+        most = _MOST_TIMES * num_tokens[ordered[0].flow.tenant] if ordered else 0
+        together = takewhile(lambda prompt: num_tokens[prompt.flow.tenant] <= most, ordered)
+        return [prompt.sequence for prompt in together]
 
     def planned(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge the next `num_tokens` tokens of a prompt to its tenant: each once, as plans are taken
@@ -85,10 +88,6 @@ class _PromptOrder:
                 prompt = _Prompt(sequence, sequence.request.flow, sequence.next_start)
                 self._prompts[sequence] = prompt
                 self._fair_order.enter(prompt)
-
-    def _is_light(self, tenant: str) -> bool:
-        of_tenant = (prompt for prompt in self._prompts.values() if prompt.flow.tenant == tenant)
-        return sum(prompt.num_expected for prompt in of_tenant) <= self._light_tokens
 
 
 class PromptChunks:

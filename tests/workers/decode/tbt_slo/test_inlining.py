@@ -166,6 +166,19 @@ def test_a_tenants_short_prompt_waits_for_no_long_ones_of_another_and_has_an_ite
     assert iterated(chunks, batch) == {0: LIMITS.most}
 
 
+def test_a_tenants_short_prompt_has_an_iteration_without_many_short_ones_of_another() -> None:
+    batch = [of_tenant("many", number, 16) for number in range(5)]
+    batch.append(of_tenant("one", 5, 16))
+    chunks = new_chunks()
+    assert iterated(chunks, batch) == {5: 16}
+    assert iterated(chunks, batch) == dict.fromkeys(range(5), 16)
+
+
+def test_tenants_with_about_as_much_to_compute_share_iterations() -> None:
+    batch = [of_tenant(f"{number}", number, 16 * (1 + number % 4)) for number in range(12)]
+    assert len(iterated(new_chunks(), batch)) == 12
+
+
 def test_tenants_with_long_prompts_have_equal_parts_of_the_iterations() -> None:
     batch, chunks = [of_tenant("many", number, 3000) for number in range(8)], new_chunks()
     batch.append(of_tenant("one", 8, 2500))
