@@ -10,7 +10,8 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tests.cluster.harness import ROOT, Server
 from tests.forked import Forked, preload
@@ -20,14 +21,26 @@ _NAME = "child-of-mooncake-serve:"
 preload("tests.cluster.preloaded")
 
 
+def launch(
+    supervisor: Callable[[list[str]], None], arguments: list[str], environ: dict[str, str], output: int
+) -> Forked:
+    """Start a supervisor that writes to a descriptor."""
+    with open(os.devnull) as nothing:
+        return Forked(
+            supervisor, arguments, stdin=nothing.fileno(), stdout=output, stderr=output, environ=environ
+        )
+
+
 class ForkedServer(Server):
     """As `Server`, ready sooner. All processes have one command line: each has a file open of its name."""
 
     def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
-        with open(os.devnull) as nothing:
-            return Forked(
-                supervise, arguments, stdin=nothing.fileno(), stdout=output, stderr=output, environ=environ
-            )
+        return launch(self._supervise, arguments, environ, output)
+
+    @property
+    def _supervise(self) -> Callable[[list[str]], None]:
+        """What the supervisor's process runs."""
+        return supervise
 
     def _name_of(self, pid: int) -> str | None:
         folder = f"/proc/{pid}/fd"
@@ -46,9 +59,9 @@ def _listed(folder: str) -> list[str]:
         return []
 
 
-def supervise(arguments: list[str]) -> None:
-    """Be the supervisor of a node."""
-    os.chdir(ROOT)
+def supervise(arguments: list[str], folder: Path = ROOT) -> None:
+    """Be the supervisor of a node that is started in a folder."""
+    os.chdir(folder)
     sys.argv = ["mooncake-serve", *arguments]
     asyncio.create_subprocess_exec = _Child.start  # type: ignore[assignment]
     runpy.run_module("mooncake", run_name="__main__")

@@ -1,4 +1,4 @@
-"""Two prefill and two decode instances: none of them is missed for long, hot prefixes spread over them."""
+"""Two prefill and two decode instances: they drain without a loss, hot prefixes spread over them."""
 
 import itertools
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
     TRANSFERS,
     body,
     complete,
-    is_ready,
     metric,
     post,
     streaming,
@@ -29,14 +29,25 @@ from tests.deadline import DEADLINE_S
 pytestmark = pytest.mark.cluster
 NUM_CLIENTS = 6
 NUM_TOKENS = 120
+PROMPTS = [[3 + index, *range(3, 40)] for index in range(NUM_CLIENTS)]
 HOT_PREFIX = list(range(3, 163))
 
 
-@pytest.fixture
-def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
-    """Two prefill and two decode instances."""
+def two_of_each(tiny: Path, run_dir: Path) -> ForkedServer:
     hopeless = '--conductor-slo-classes={"hopeless": {"ttft_slo_s": 1e-9}}'
-    with tiny_server(tiny, run_dir, TRANSFERS, "--num-prefill=2", "--num-decode=2", hopeless) as running:
+    return tiny_server(tiny, run_dir, TRANSFERS, "--num-prefill=2", "--num-decode=2", hopeless)
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with two_of_each(tiny, tmp_path_factory.mktemp("mc")) as running:
+        yield running
+
+
+@pytest.fixture
+def unused(tiny: Path, run_dir: Path) -> Iterator[Server]:
+    """A cluster whose pools and counters are those of one test."""
+    with two_of_each(tiny, run_dir) as running:
         yield running
 
 
@@ -48,34 +59,14 @@ def streamed(server: Server, prompt: list[int]) -> str:
     return "".join(map(text_in, pieces))
 
 
-@pytest.mark.parametrize(
-    "num_rounds", [4, pytest.param(34, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
-)
-def test_no_answer_is_lost_or_changed_when_any_worker_dies(server: Server, num_rounds: int) -> None:
-    prompts = [[3 + index, *range(3, 3 + 12 * index)] for index in range(NUM_CLIENTS)]
-    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
-    num_begun = threading.Semaphore(0)
-
-    def ask(client: int) -> None:
-        for _ in range(num_rounds):
-            num_begun.release()
-            assert streamed(server, prompts[client]) == expected[client]
-
-    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
-        clients = [threads.submit(ask, client) for client in range(NUM_CLIENTS)]
-        for worker in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-            for _ in range(num_rounds):
-                assert num_begun.acquire(timeout=DEADLINE_S)
-            os.kill(server.pid_of(worker), signal.SIGKILL)
-        for client in clients:
-            client.result()
-    eventually(lambda: is_ready(server), "all instances are back")
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[str]:
+    """The answers to `PROMPTS` where nothing happens."""
+    return [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in PROMPTS]
 
 
-def test_instances_that_drain_finish_what_they_run(server: Server) -> None:
+def test_instances_that_drain_finish_what_they_run(server: Server, expected: list[str]) -> None:
     """One by the admin call, one by SIGTERM: no answer fails or changes, and the others serve."""
-    prompts = [[3 + index, *range(3, 40)] for index in range(NUM_CLIENTS)]
-    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
 
     def drain(action: str = "drain?stay=true") -> dict[str, object]:
         answer = httpx.post(f"{server.url}/admin/instances/decode-0/{action}", timeout=DEADLINE_S)
@@ -92,7 +83,7 @@ def test_instances_that_drain_finish_what_they_run(server: Server) -> None:
     def ask(client: int) -> None:
         for _ in range(4):
             num_begun.release()
-            assert streamed(server, prompts[client]) == expected[client]
+            assert streamed(server, PROMPTS[client]) == expected[client]
 
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         clients = [threads.submit(ask, client) for client in range(NUM_CLIENTS)]
@@ -113,44 +104,46 @@ def num_tokens(server: Server, instance: str, source: str) -> float:
     return metric(server, "mooncake_prefill_tokens_total", instance=instance, source=source)
 
 
-def test_a_hot_prefix_spreads_without_a_command(server: Server) -> None:
+def test_a_hot_prefix_spreads_without_a_command(unused: Server) -> None:
     """What one instance has computed, the other fetches when the first is busy, and keeps (section 6.2)."""
 
     def reused(name: str) -> float:
-        return sum(num_tokens(server, name, source) for source in ("dram", "remote"))
+        return sum(num_tokens(unused, name, source) for source in ("dram", "remote"))
 
-    complete(server, prompt=HOT_PREFIX, num_tokens=1)
+    complete(unused, prompt=HOT_PREFIX, num_tokens=1)
     suffixes = itertools.count(200)
 
     def both_have_it() -> bool:
         with ThreadPoolExecutor(8) as threads:
             prompts = [[*HOT_PREFIX, next(suffixes)] for _ in range(8)]
-            list(threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=2), prompts))
+            list(threads.map(lambda prompt: complete(unused, prompt=prompt, num_tokens=2), prompts))
         return all(reused(name) >= 152 for name in ("prefill-0", "prefill-1"))
 
     eventually(both_have_it, "both prefill instances have reused the prefix")
 
 
-def test_hot_prefixes_are_replicated_without_a_command(server: Server) -> None:
+def test_hot_prefixes_are_replicated_without_a_command(unused: Server) -> None:
     """Ahead of requests: the second instance has served none when it gets its copy."""
 
     def tell(name: str, action: str) -> None:
-        httpx.post(f"{server.url}/admin/instances/{name}/{action}", timeout=DEADLINE_S).raise_for_status()
+        httpx.post(f"{unused.url}/admin/instances/{name}/{action}", timeout=DEADLINE_S).raise_for_status()
 
     tell("prefill-1", "drain?stay=true")
     with ThreadPoolExecutor(8) as threads:  # soon enough, on a busy machine too: counts of uses fade
         prompts = [[*HOT_PREFIX, suffix] for suffix in range(200, 240)]
-        list(threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=1), prompts))
+        list(threads.map(lambda prompt: complete(unused, prompt=prompt, num_tokens=1), prompts))
     tell("prefill-1", "serve")
-    eventually(lambda: metric(server, "mooncake_replication_copies") == 1, "it has a copy")
-    assert not num_tokens(server, "prefill-1", "remote")
+    eventually(lambda: metric(unused, "mooncake_replication_copies") == 1, "it has a copy")
+    assert not num_tokens(unused, "prefill-1", "remote")
     tell("prefill-0", "drain?stay=true")
-    complete(server, prompt=[*HOT_PREFIX, 90], num_tokens=1)
-    eventually(lambda: num_tokens(server, "prefill-1", "dram") == len(HOT_PREFIX), "its copy is used")
-    assert not num_tokens(server, "prefill-1", "remote")
+    complete(unused, prompt=[*HOT_PREFIX, 90], num_tokens=1)
+    eventually(lambda: num_tokens(unused, "prefill-1", "dram") == len(HOT_PREFIX), "its copy is used")
+    assert not num_tokens(unused, "prefill-1", "remote")
 
 
-def test_excess_is_refused_with_a_time_to_come_back_and_nothing_is_left_of_it(server: Server) -> None:
+def test_excess_is_refused_with_a_time_to_come_back_and_nothing_is_left_of_it(
+    server: Server, expected: list[str]
+) -> None:
     """As many again as are served come in a class whose SLO cannot be met."""
     instances = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)]
 
@@ -173,10 +166,8 @@ def test_excess_is_refused_with_a_time_to_come_back_and_nothing_is_left_of_it(se
         assert "conductor.ttft_slo_s" in answer.json()["error"]["message"]
         return True
 
-    prompts = [[3 + index, *range(3, 40)] for index in range(NUM_CLIENTS)]
-    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
     with ThreadPoolExecutor(3 * NUM_CLIENTS) as threads:
-        served = [threads.submit(streamed, server, prompt) for prompt in prompts]
+        served = [threads.submit(streamed, server, prompt) for prompt in PROMPTS]
         excess = list(threads.map(refused, range(2 * NUM_CLIENTS)))
         assert [answer.result() for answer in served] == expected
     assert any(excess)

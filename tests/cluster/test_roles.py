@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -16,6 +16,7 @@ from mooncake.security.api_keys import add_api_key
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
+from tests.cluster.slowed import SlowedServer
 from tests.cluster.tiny_cluster import (
     SMALL,
     TRANSFERS,
@@ -31,24 +32,32 @@ from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-NUM_STREAMS, NUM_TOKENS = 6, 400
+NUM_STREAMS, NUM_TOKENS = 6, 60
 PROMPTS = [[3 + index, *range(3, 60)] for index in range(NUM_STREAMS)]
 
 
 @pytest.fixture
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
-    by_hand = "--conductor-rebalancing=false"
-    with tiny_server(tiny, run_dir, TRANSFERS, by_hand, "--num-prefill=2", "--num-decode=2") as running:
+    flags = (TRANSFERS, "--conductor-rebalancing=false", "--num-prefill=2", "--num-decode=2")
+    with tiny_server(tiny, run_dir, *flags, kind=SlowedServer) as running:
         yield running
 
 
 class Streams:
-    """Streams of all prompts, one after another for each prompt, until `end`."""
+    """Streams of all prompts, one after another for each prompt, as long as the block runs."""
+
+    _expected: ClassVar[list[str]] = []
+    """The answers where nothing happens: those of one model, whatever serves it."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._expected = [text_of(complete(server, prompt=one, num_tokens=NUM_TOKENS)) for one in PROMPTS]
+        if not self._expected:
+            with ThreadPoolExecutor(NUM_STREAMS) as threads:
+                self._expected.extend(threads.map(self._answer, PROMPTS))
         self._is_over, self._num_begun = threading.Event(), threading.Semaphore(0)
+
+    def _answer(self, prompt: list[int]) -> str:
+        return text_of(complete(self._server, prompt=prompt, num_tokens=NUM_TOKENS))
 
     def __enter__(self) -> "Streams":
         self._threads = ThreadPoolExecutor(NUM_STREAMS)
@@ -149,9 +158,9 @@ def test_a_node_ends_when_its_instance_has_been_drained(tiny: Path, run_dir: Pat
         f"--security-key-file={tmp_path / 'cluster.key'}",
     ]
 
-    def node(name: str, until: str = r"\] ready \w+ on") -> ForkedServer:
+    def node(name: str, until: str = r"\] ready \w+ on") -> SlowedServer:
         role = name.partition("-")[0]
-        return ForkedServer(f"--role={role}", f"--instance={name}", *common, run_dir=run_dir, until=until)
+        return SlowedServer(f"--role={role}", f"--instance={name}", *common, run_dir=run_dir, until=until)
 
     admin = f"--http-admin-keys-file={tmp_path / 'admins.yaml'}"
     with (

@@ -29,9 +29,15 @@ PROMPT = list(range(3, 80))
 NUM_TOKENS = 300
 
 
-def tiny_server(model: Path, run_dir: Path, *arguments: str, until: str = "^ready in") -> ForkedServer:
+def tiny_server(
+    model: Path,
+    run_dir: Path,
+    *arguments: str,
+    until: str = "^ready in",
+    kind: type[ForkedServer] = ForkedServer,
+) -> ForkedServer:
     """A server of `model` in float32 with small pools, unless `arguments` say otherwise."""
-    return ForkedServer(f"--model={model}", *SMALL, *arguments, run_dir=run_dir, until=until)
+    return kind(f"--model={model}", *SMALL, *arguments, run_dir=run_dir, until=until)
 
 
 # -- requests ---------------------------------------------------------------------------------------
