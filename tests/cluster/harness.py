@@ -10,11 +10,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from tests.deadline import DEADLINE_S
 from tests.forked import Forked
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
+HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+"""Asks servers, each time by a connection of its own. Making a client takes 20 ms: it reads certificates."""
 STOP_DEADLINE_S = 5.0
 """of a process that has what `Server.stop` measures of the machine"""
 
@@ -149,4 +153,4 @@ def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEA
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)

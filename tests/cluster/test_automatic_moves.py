@@ -4,10 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import body, post, text_of, tiny_server
 from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
@@ -22,7 +21,7 @@ NUM_TOKENS = 2300
 
 def helpers(server: Server) -> dict[str, Any]:
     """The layers that decode instances have elsewhere, by their helper."""
-    listed = httpx.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
+    listed = HTTP.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
     return {one["heads"]["helper"]: one["heads"]["layers"] for one in listed if one["heads"]["helper"]}
 
 

@@ -7,10 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import TRANSFERS, complete, samples, text_of, tiny_server, wait_until_idle
 from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
@@ -65,7 +64,7 @@ def num_computed(server: Server) -> float:
 
 def placed(server: Server) -> list[str]:
     """The instances of the requests that have one."""
-    state = httpx.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
+    state = HTTP.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
     return [request["prefill"] for request in state["requests"] if request["prefill"] is not None]
 
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.cluster.harness import ROOT, Server, eventually
+from tests.cluster.harness import HTTP, ROOT, Server, eventually
 from tests.cluster.tiny_cluster import (
     TRANSFERS,
     cached_tokens,
@@ -40,7 +39,7 @@ def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
 
 
 def call(server: Server, method: str, path: str, content: Any = None) -> Any:
-    sent = httpx.request(method, server.url + path, json=content, timeout=DEADLINE_S)
+    sent = HTTP.request(method, server.url + path, json=content, timeout=DEADLINE_S)
     return sent.raise_for_status().json()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,26 +45,34 @@ def expected(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return answers(server)
 
 
-@pytest.mark.parametrize("instances", FLAGS, ids="+".join)
-def test_tokens_are_those_of_a_pair(
-    tiny: Path, run_dir: Path, expected: list[str], instances: tuple[str, ...]
-) -> None:
-    with tiny_server(tiny, run_dir, SHORT_CHUNKS, *FLAGS[instances]) as server:
-        assert answers(server) == expected
-        assert answers(server) == expected, "with the prefixes that the pool has now"
-        eventually(
-            lambda: (
-                metric(server, "mooncake_decode_prompts_total", inlined="yes", instance=instances[-1]) > 0
-            ),
-            "some were inlined",
-        )
-        wait_until_idle(server, instances=instances)
+@pytest.fixture(scope="module", params=FLAGS, ids="+".join)
+def instances(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The instances of `server`."""
+    found: tuple[str, ...] = request.param
+    return found
 
 
-@pytest.mark.parametrize("instances", FLAGS, ids="+".join)
-def test_kills_change_no_answer(tiny: Path, run_dir: Path, instances: tuple[str, ...]) -> None:
-    with tiny_server(tiny, run_dir, SHORT_CHUNKS, *FLAGS[instances]) as server:
-        kill_at_random(server, PROMPTS[:4], num_tokens=80, num_kills=4, hang_ups=0.2, instances=instances)
+@pytest.fixture(scope="module")
+def server(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, instances: tuple[str, ...]
+) -> Iterator[Server]:
+    with tiny_server(tiny, tmp_path_factory.mktemp("mc"), SHORT_CHUNKS, *FLAGS[instances]) as running:
+        yield running
+
+
+def test_tokens_are_those_of_a_pair(server: Server, expected: list[str], instances: tuple[str, ...]) -> None:
+    def num_inlined() -> float:
+        return metric(server, "mooncake_decode_prompts_total", inlined="yes", instance=instances[-1])
+
+    num_before = num_inlined()
+    assert answers(server) == expected
+    assert answers(server) == expected, "with the prefixes that the pool has now"
+    eventually(lambda: num_inlined() > num_before, "some were inlined")
+    wait_until_idle(server, instances=instances)
+
+
+def test_kills_change_no_answer(server: Server, instances: tuple[str, ...]) -> None:
+    kill_at_random(server, PROMPTS[:4], num_tokens=80, num_kills=4, hang_ups=0.2, instances=instances)
 
 
 def test_decode_instances_that_inline_serve_while_prefill_has_gone(tiny: Path, run_dir: Path) -> None:

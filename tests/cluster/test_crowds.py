@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mooncake.security.handshakes import MOST_UNAUTHENTICATED
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import SMALL
 from tests.crowds import (
     MIB,
@@ -54,7 +53,7 @@ class Cluster:
 
     def answers(self) -> None:
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=DEADLINE_S)
+        answer = HTTP.post(f"{self.url}/v1/completions", json=body, timeout=DEADLINE_S)
         assert answer.status_code == 200, answer.text
 
 
@@ -93,7 +92,7 @@ def cluster(tiny: Path, tmp_path: Path, run_dir: Path) -> Iterator[Cluster]:
         pids = [pid for server in servers for pid in server.children().values()]
         cluster = Cluster(conductor.url, {pid: listening_ports(pid) for pid in pids})
         eventually(
-            lambda: httpx.get(f"{cluster.url}/ready", timeout=DEADLINE_S).status_code == 200,
+            lambda: HTTP.get(f"{cluster.url}/ready", timeout=DEADLINE_S).status_code == 200,
             "the cluster is ready",
         )
         cluster.answers()

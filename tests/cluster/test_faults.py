@@ -36,43 +36,51 @@ pytestmark = pytest.mark.cluster
 OTHER = [token + 1 for token in PROMPT]
 
 
-@pytest.fixture
-def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
-    with tiny_server(tiny, run_dir, TRANSFERS) as running:
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A pair that comes back from all that happens to it."""
+    with tiny_server(tiny, tmp_path_factory.mktemp("mc"), TRANSFERS) as running:
         yield running
 
 
+@pytest.fixture(scope="module")
+def expected(server: Server) -> tuple[str, str]:
+    """The answers to `PROMPT` and to `OTHER` where nothing happens."""
+    return text_of(complete(server)), text_of(complete(server, prompt=OTHER))
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "prefill-0/messenger", "decode-0", "decode-0/messenger"])
-def test_a_killed_process_changes_no_token(server: Server, name: str) -> None:
-    expected, expected_other = text_of(complete(server)), text_of(complete(server, prompt=OTHER))
-    pid = server.pid_of(name)
+def test_a_killed_process_changes_no_token(server: Server, expected: tuple[str, str], name: str) -> None:
+    died = rf"\[{name}\] died \(signal 9\)"
+    pid, num_deaths = server.pid_of(name), server.num_lines(died)
     with streaming(server) as events:
         text = text_in(next(events))
         os.kill(pid, signal.SIGKILL)
         with ThreadPoolExecutor(1) as thread:
             beside = thread.submit(complete, server, prompt=OTHER)
             *others, end = events
-            assert text_of(beside.result()) == expected_other
-    assert (text + "".join(map(text_in, others)), end) == (expected, "[DONE]")
-    assert text_of(complete(server)) == expected
-    server.wait_for_line(rf"\[{name}\] died \(signal 9\)")
+            assert text_of(beside.result()) == expected[1]
+    assert (text + "".join(map(text_in, others)), end) == (expected[0], "[DONE]")
+    assert text_of(complete(server)) == expected[0]
+    server.wait_for_line(died, num_deaths + 1)
     wait_until_idle(server)
 
 
-def test_a_killed_conductor_loses_what_runs_and_nothing_else(server: Server) -> None:
-    expected = text_of(complete(server))
-    with streaming(server) as events:
-        next(events)
-        os.kill(server.pid_of("conductor"), signal.SIGKILL)
-        with pytest.raises(httpx.TransportError):
-            list(events)
-    eventually(lambda: is_ready(server), "workers have registered with the next conductor")
-    eventually(
-        lambda: metric(server, "mooncake_index_keys") >= 72 // 8, "it has asked the pools what they hold"
-    )
-    again = complete(server)
-    assert (text_of(again), cached_tokens(again)) == (expected, 72)
-    wait_until_idle(server)
+def test_a_killed_conductor_loses_what_runs_and_nothing_else(tiny: Path, run_dir: Path) -> None:
+    with tiny_server(tiny, run_dir, TRANSFERS) as server:
+        expected = text_of(complete(server))
+        with streaming(server) as events:
+            next(events)
+            os.kill(server.pid_of("conductor"), signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                list(events)
+        eventually(lambda: is_ready(server), "workers have registered with the next conductor")
+        eventually(
+            lambda: metric(server, "mooncake_index_keys") >= 72 // 8, "it has asked the pools what they hold"
+        )
+        again = complete(server)
+        assert (text_of(again), cached_tokens(again)) == (expected, 72)
+        wait_until_idle(server)
 
 
 def test_a_request_in_whose_passes_a_worker_fails_again_and_again_ends_with_an_error(
@@ -107,7 +115,7 @@ def test_a_request_in_whose_passes_a_worker_fails_again_and_again_ends_with_an_e
 
 def test_sealed_blocks_outlive_their_worker_and_their_messenger(server: Server) -> None:
     def cached() -> int:
-        return cached_tokens(complete(server, num_tokens=2))
+        return cached_tokens(complete(server, num_tokens=2, cache_salt="of this test"))
 
     assert cached() == 0
     assert cached() == 72

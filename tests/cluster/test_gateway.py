@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import body, tiny_server
 from tests.conductor.picker.running import picker
 from tests.conductor.picker.stub_fronts import StubFront
@@ -41,7 +41,7 @@ class Gateway:
         headers = {SUBSET: ",".join(fronts)} if fronts else {}
         headers["x-gateway-destination-endpoint"] = "127.0.0.1:1"  # a client's wish, which is ignored
         content = {**body(num_tokens=4), "model": "tiny", **fields}
-        return httpx.post(f"{self.url}/v1/completions", json=content, headers=headers, timeout=DEADLINE_S)
+        return HTTP.post(f"{self.url}/v1/completions", json=content, headers=headers, timeout=DEADLINE_S)
 
     @property
     def real_address(self) -> str:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.slowed import SlowedServer
 from tests.cluster.tiny_cluster import (
     PROMPT,
@@ -62,7 +61,7 @@ def streamed_text(content: str) -> str:
 
 def num_ended(server: Server) -> dict[str, float]:
     """Of all requests, by how they ended."""
-    state = httpx.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
+    state = HTTP.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
     ended: dict[str, float] = state["num_ended"]
     return ended
 

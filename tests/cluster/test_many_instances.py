@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import (
     TRANSFERS,
     body,
@@ -69,14 +68,14 @@ def test_instances_that_drain_finish_what_they_run(server: Server, expected: lis
     """One by the admin call, one by SIGTERM: no answer fails or changes, and the others serve."""
 
     def drain(action: str = "drain?stay=true") -> dict[str, object]:
-        answer = httpx.post(f"{server.url}/admin/instances/decode-0/{action}", timeout=DEADLINE_S)
+        answer = HTTP.post(f"{server.url}/admin/instances/decode-0/{action}", timeout=DEADLINE_S)
         told: dict[str, object] = answer.raise_for_status().json()
         return told
 
     def num_starts() -> int:
         return sum("ready" in line and "prefill-1" in line for line in server.lines)
 
-    assert httpx.post(f"{server.url}/admin/instances/nobody/drain", timeout=DEADLINE_S).status_code == 404
+    assert HTTP.post(f"{server.url}/admin/instances/nobody/drain", timeout=DEADLINE_S).status_code == 404
     started = num_starts()
     num_begun = threading.Semaphore(0)
 
@@ -126,7 +125,7 @@ def test_hot_prefixes_are_replicated_without_a_command(unused: Server) -> None:
     """Ahead of requests: the second instance has served none when it gets its copy."""
 
     def tell(name: str, action: str) -> None:
-        httpx.post(f"{unused.url}/admin/instances/{name}/{action}", timeout=DEADLINE_S).raise_for_status()
+        HTTP.post(f"{unused.url}/admin/instances/{name}/{action}", timeout=DEADLINE_S).raise_for_status()
 
     tell("prefill-1", "drain?stay=true")
     with ThreadPoolExecutor(8) as threads:  # soon enough, on a busy machine too: counts of uses fade

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from mooncake.cli.commands import run
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import body, complete, is_ready, post, text_of, tiny_server
 from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
@@ -81,7 +81,7 @@ def clients(server: Server, expected: list[str]) -> Clients:
 
 def instance(server: Server, name: str) -> dict[str, Any]:
     """As operators see it; nothing but an absurd number of pages where it is not registered."""
-    listed = httpx.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
+    listed = HTTP.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
     absent: dict[str, Any] = {"num_device_pages": -1, "num_requests": 0}
     return next((one for one in listed if one["name"] == name), absent)
 
@@ -178,11 +178,11 @@ def test_a_helper_that_stands_still_for_a_while_costs_no_answer(
 def test_a_helper_that_drains_gives_the_modules_back(server: Server, clients: Clients) -> None:
     assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
     clients.ask()
-    drained = httpx.post(f"{server.url}/admin/instances/decode-1/drain?stay=true", timeout=DEADLINE_S)
+    drained = HTTP.post(f"{server.url}/admin/instances/decode-1/drain?stay=true", timeout=DEADLINE_S)
     assert drained.status_code == 200, drained.text
     wait_for_pages(server, NUM_PAGES, NUM_PAGES)
     assert instance(server, "decode-0")["heads"]["error"] == ""
-    httpx.post(f"{server.url}/admin/instances/decode-1/serve", timeout=DEADLINE_S).raise_for_status()
+    HTTP.post(f"{server.url}/admin/instances/decode-1/serve", timeout=DEADLINE_S).raise_for_status()
     clients.check()
 
 
@@ -199,6 +199,6 @@ def test_orders_that_cannot_be_carried_out_are_refused_by_name(
     assert "nothing of decode-0 is at decode-1" in refusal("decode-0", "decode-1", "--back")
     assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
     assert "take them back first" in refusal("decode-0", "decode-1", "--heads=2")
-    role = httpx.post(f"{server.url}/admin/instances/decode-1/role?role=prefill", timeout=DEADLINE_S)
+    role = HTTP.post(f"{server.url}/admin/instances/decode-1/role?role=prefill", timeout=DEADLINE_S)
     assert role.json()["error"]["message"] == "decode-1 has KV heads or layers of decode-0"
     assert migrate(server, "decode-0", "decode-1", "--back") == 0

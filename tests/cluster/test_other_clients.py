@@ -7,11 +7,10 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.deadline import DEADLINE_S
 
 pytestmark = pytest.mark.cluster
@@ -156,7 +155,7 @@ async def test_a_cancelled_call_of_each_client_ends_its_work(
     litellm: ModuleType, of_litellm: dict[str, Any], langchain: Callable[..., Any], default_server: Server
 ) -> None:
     def num_requests(pattern: str) -> float:
-        text = httpx.get(f"{default_server.url}/metrics", timeout=DEADLINE_S).text
+        text = HTTP.get(f"{default_server.url}/metrics", timeout=DEADLINE_S).text
         return sum(float(value) for value in re.findall(rf"(?m)^{pattern} ([0-9.e+]+)$", text))
 
     async def cancelled(call: Coroutine[Any, Any, Any]) -> None:

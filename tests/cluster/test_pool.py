@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import ROOT, STOP_DEADLINE_S, Server, eventually
+from tests.cluster.harness import STOP_DEADLINE_S, Server, eventually
 from tests.cluster.tiny_cluster import SMALL, TRANSFERS, cached_tokens, complete, metric, streaming, text_of
 from tests.deadline import DEADLINE_S
 
@@ -75,16 +73,9 @@ def test_memory_in_a_file_outlives_the_node(arguments: list[str], run_dir: Path,
     in_file = [*arguments, f"--kvcache-segment-dir={tmp_path}"]
     with ForkedServer(*in_file, run_dir=run_dir) as server:
         text, _ = answer_to(server, PROMPT)
-        refused = subprocess.run(
-            [sys.executable, "-m", "mooncake", *in_file, "--port=0"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=DEADLINE_S,
-        )
-        assert refused.returncode == 2
-        assert f"belongs to the live process {server.process.pid}" in refused.stderr
+        refusal = f"belongs to the live process {server.process.pid}"
+        with ForkedServer(*in_file, run_dir=run_dir, until=refusal) as refused:
+            assert refused.process.wait(DEADLINE_S) == 2
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
     with ForkedServer(*in_file, run_dir=run_dir) as server:

@@ -8,14 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
 import pytest
 
 from mooncake.cli.commands import run as command
 from mooncake.security.api_keys import add_api_key
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.slowed import SlowedServer
 from tests.cluster.tiny_cluster import (
     SMALL,
@@ -91,7 +90,7 @@ class Streams:
 
 
 def instances(server: Server) -> dict[str, dict[str, Any]]:
-    answer = httpx.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).raise_for_status()
+    answer = HTTP.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).raise_for_status()
     return {one["name"]: one for one in answer.json()["instances"]}
 
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 import transformers
 
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.test_equality import reference
 from tests.cluster.tiny_cluster import ONE_THREAD, TRANSFERS, body, is_ready, samples
 from tests.deadline import DEADLINE_S
@@ -61,7 +60,7 @@ def front(common: list[str], run_dir: Path) -> Iterator[Server]:
 def complete(front: Server, prompt: list[int]) -> tuple[list[int], int]:
     """The answer's tokens, and how many of the prompt were reused."""
     fields = body(prompt, NUM_TOKENS, return_token_ids=True)
-    answer = httpx.post(f"{front.url}/v1/completions", json=fields, timeout=DEADLINE_S)
+    answer = HTTP.post(f"{front.url}/v1/completions", json=fields, timeout=DEADLINE_S)
     assert answer.status_code == 200, answer.text
     content = answer.json()
     num_cached = content["usage"]["prompt_tokens_details"]["cached_tokens"]

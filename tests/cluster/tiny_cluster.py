@@ -16,7 +16,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.deadline import DEADLINE_S
 
 ONE_THREAD = "--worker-num-threads=1"
@@ -64,7 +64,7 @@ def post(
     """An answer that is late although no `timeout` is wanted comes with the state of the cluster."""
     url = f"{server.url}{path}"
     try:
-        return httpx.post(url, json=content, timeout=timeout or DEADLINE_S, **options)
+        return HTTP.post(url, json=content, timeout=timeout or DEADLINE_S, **options)
     except httpx.TimeoutException as late:
         if timeout is None:
             late.add_note(_what_it_says(server))
@@ -74,7 +74,7 @@ def post(
 def _what_it_says(server: Server) -> str:
     """What the server shows of itself, and all that it has printed."""
     try:
-        state = json.dumps(httpx.get(f"{server.url}/dashboard/state", timeout=5).json(), indent=1)
+        state = json.dumps(HTTP.get(f"{server.url}/dashboard/state", timeout=5).json(), indent=1)
     except (httpx.HTTPError, ValueError) as error:
         state = repr(error)
     return "\n".join([f"/dashboard/state: {state}", *server.lines])
@@ -101,7 +101,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 def streaming(server: Server, **fields: object) -> Iterator[Iterator[str]]:
     """The data of a streamed answer's events, while it is being given."""
     content = body(stream=True, **fields)  # type: ignore[arg-type]
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=content, timeout=DEADLINE_S) as response:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=content, timeout=DEADLINE_S) as response:
         assert response.status_code == 200, response.read()
         yield (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
 
@@ -117,21 +117,22 @@ def text_in(event: str) -> str:
 
 def is_ready(server: Server) -> bool:
     try:
-        return httpx.get(f"{server.url}/ready", timeout=5).status_code == 200
+        return HTTP.get(f"{server.url}/ready", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
     """A counter or gauge; 0 before it was reported."""
-    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
-    found = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    text = HTTP.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+    lines = "".join(line for line in text.splitlines(keepends=True) if line.startswith(name))
+    found = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
     return next((of.value for of in found if of.name == name and of.labels == labels), 0.0)
 
 
 def samples(server: Server, *names: str) -> list[dict[str, float]]:
     """Samples of each metric, by labels, all of one moment."""
-    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+    text = HTTP.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     found = [re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE) for name in names]
     return [{labels: float(value) for labels, value in of_metric} for of_metric in found]
 
