@@ -5,11 +5,13 @@ Owns: the network and the names that a node's processes see. Does not know: what
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tests.chaos.network import Place
 from tests.cluster.forked import ForkedServer, supervise
-from tests.forked import Forked
+from tests.cluster.harness import ROOT
 from tests.kvstore.forked import enter
 
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x00020000, 0x1000, 0x4000, 0x40000
@@ -28,25 +30,20 @@ class HostServer(ForkedServer):
     def url(self) -> str:
         return f"http://{self.place.bracketed}:{self.port}"
 
-    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
-        with open(os.devnull) as nothing:
-            return Forked(
-                _supervise_on,
-                self.place.network,
-                self._hosts_file,
-                arguments,
-                stdin=nothing.fileno(),
-                stdout=output,
-                stderr=output,
-                environ=environ,
-            )
+    @property
+    def _supervise(self) -> Callable[[list[str]], None]:
+        return partial(supervise_on, self.place.network, self._hosts_file)
 
 
-def _supervise_on(network: Path, hosts_file: Path | None, arguments: list[str]) -> None:
-    enter(network)
+def supervise_on(
+    network: Path | None, hosts_file: Path | None, arguments: list[str], folder: Path = ROOT
+) -> None:
+    """Be the supervisor of a node on a host. It is in this process's network without a `network`."""
+    if network is not None:
+        enter(network)
     if hosts_file is not None:
         use_hosts_file(hosts_file)
-    supervise(arguments)
+    supervise(arguments, folder)
 
 
 def use_hosts_file(path: Path) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.front import instant_workers
 from mooncake.security.api_keys import add_api_key
 from mooncake.security.keys import ClusterKey
-from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import ROOT, Server, eventually
+from tests.cluster.forked import ForkedServer, launch
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
@@ -36,7 +36,7 @@ class Fronts:
 
     def metric(self, name: str) -> float:
         """What the Conductor shows: the sum of all its samples."""
-        text = httpx.get(f"{self.own.url}/metrics", timeout=DEADLINE_S).text
+        text = HTTP.get(f"{self.own.url}/metrics", timeout=DEADLINE_S).text
         return sum(map(float, re.findall(rf"^{name}.* (\S+)$", text, re.MULTILINE)))
 
 
@@ -56,7 +56,7 @@ def two_fronts(folder: Path, *flags: str) -> Iterator[Fronts]:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     shared = [f"--model={folder / MODEL}", f"--security-key-file={folder / 'key'}"]
     shared += [f"--conductor-endpoint={endpoint}", "--conductor-reply-endpoint=tcp://127.0.0.1:*"]
-    workers = subprocess.Popen([sys.executable, "-m", "benchmarks.front.instant_workers", *shared], cwd=ROOT)
+    workers = launch(_be_instant_workers, shared, dict(os.environ), output=1)
     try:
         with (
             tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
@@ -67,13 +67,18 @@ def two_fronts(folder: Path, *flags: str) -> Iterator[Fronts]:
                 eventually(lambda url=server.url: is_ready(url), "there is a pair", DEADLINE_S)
             yield Fronts(own, other)
     finally:
-        workers.terminate()
+        workers.kill()
         workers.wait()
+
+
+def _be_instant_workers(arguments: list[str]) -> None:
+    sys.argv[1:] = arguments
+    instant_workers.main()
 
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
+        return HTTP.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -101,11 +106,11 @@ def test_both_fronts_give_the_same_answer(fronts: Fronts) -> None:
 def test_what_only_the_conductors_own_front_knows_is_refused_by_others(fronts: Fronts) -> None:
     naming = {"model": MODEL, "prompt": "x", "context_cache": "book"}
     for path, body in (("context_caches", {"prompt": "x" * 100}), ("completions", naming)):
-        refused = httpx.post(f"{fronts.other.url}/v1/{path}", json=body, timeout=DEADLINE_S)
+        refused = HTTP.post(f"{fronts.other.url}/v1/{path}", json=body, timeout=DEADLINE_S)
         assert (refused.status_code, refused.json()["error"]["code"]) == (501, "context_caches_elsewhere")
-    assert httpx.get(f"{fronts.own.url}/v1/context_caches", timeout=DEADLINE_S).status_code == 200
+    assert HTTP.get(f"{fronts.own.url}/v1/context_caches", timeout=DEADLINE_S).status_code == 200
     pages = [
-        httpx.get(f"{server.url}/dashboard", timeout=DEADLINE_S).status_code
+        HTTP.get(f"{server.url}/dashboard", timeout=DEADLINE_S).status_code
         for server in (fronts.own, fronts.other)
     ]
     assert pages == [200, 404]

@@ -1,11 +1,14 @@
 """The chart's pods, as far as there are no containers: Helm renders them, and this plays the kubelet.
 
-A pod is a process with the command, the variables, the files and the address that it would have. There are
-two hosts (network namespaces), with a list of names, where the Service of the conductor is one.
+A pod is a process with the command, the variables, the files and the address that it would have. What the
+image's entrypoint starts is forked. There are two hosts (network namespaces), with a list of names, where the
+Service of the conductor is one.
 """
 
 import contextlib
 import functools
+import json
+import os
 import re
 import signal
 import subprocess
@@ -22,10 +25,14 @@ import pytest
 import yaml
 
 from mooncake.security.keys import ClusterKey
-from tests.cluster.harness import ROOT, Server, eventually
+from tests.chaos.host_server import use_hosts_file
+from tests.cluster.forked import ForkedServer, launch, supervise
+from tests.cluster.harness import HTTP, ROOT, eventually
 from tests.cluster.namespaces import Host, Unavailable, two_hosts
 from tests.cluster.tiny_cluster import body
 from tests.deadline import DEADLINE_S
+from tests.forked import Forked
+from tests.kvstore.forked import enter
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 from tests.wheels import helm
@@ -48,7 +55,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-class Pod(Server):
+class Pod(ForkedServer):
     """A pod's one container."""
 
     def __init__(self, host: Host, template: dict[str, Any], files: dict[str, str], folder: Path) -> None:
@@ -59,7 +66,7 @@ class Pod(Server):
         self.host, self.address = host, host.addresses[0]
         self._folder, self._files = folder, files
 
-    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> subprocess.Popen[bytes]:
+    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
         own = self._folder / self.component
         own.mkdir(exist_ok=True)
         option, path = self.container["args"]
@@ -67,16 +74,15 @@ class Pod(Server):
         for mount in ("/secrets/", "/state/"):
             text = text.replace(mount, f"{self._folder}{mount}")
         (own / "config.yaml").write_text(text)
-        programs = {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        names = f"mount --bind {self._folder}/hosts /etc/hosts"
-        entrypoint = f'{names} && exec {ROOT}/docker/entrypoint "$@"'
-        with self.host.entered():
-            return subprocess.Popen(
-                ["unshare", "--mount", "sh", "-c", entrypoint, "sh", option, str(own / "config.yaml")],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**environ, **programs, **self._environment()},
-            )
+        # The entrypoint finds this program, which tells what it was started with.
+        tells = own / "mooncake-serve"
+        tells.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+        )
+        tells.chmod(0o755)
+        container = functools.partial(_be_container, self.host.network, self._folder / "hosts")
+        environ = {**environ, "PATH": f"{own}:{environ['PATH']}", **self._environment()}
+        return launch(container, [option, str(own / "config.yaml")], environ, output)
 
     def _environment(self) -> dict[str, str]:
         given = {"POD_IP": self.address, "POD_NAME": f"mooncake-{self.component}-0"}
@@ -90,7 +96,7 @@ class Pod(Server):
         """The answer to a request from its host to one of its ports, by name."""
         numbers = {each["name"]: each["containerPort"] for each in self.container["ports"]}
         with self.host.entered():
-            return httpx.get(f"http://{self.address}:{numbers[port]}{path}", timeout=DEADLINE_S)
+            return HTTP.get(f"http://{self.address}:{numbers[port]}{path}", timeout=DEADLINE_S)
 
     def passes(self, probe: str) -> bool:
         """Whether the kubelet would say so, or there is no such probe."""
@@ -108,6 +114,17 @@ class Pod(Server):
             subprocess.run(["kill", f"-{signum}", str(pid)], check=True, timeout=DEADLINE_S)
 
 
+def _be_container(network: Path, hosts_file: Path, arguments: list[str]) -> None:
+    """Do what the image's entrypoint does, and be the supervisor that it starts."""
+    enter(network)
+    use_hosts_file(hosts_file)
+    entrypoint = [ROOT / "docker/entrypoint", *arguments]
+    told = subprocess.run(entrypoint, stdout=subprocess.PIPE, check=True, timeout=DEADLINE_S).stdout
+    arguments, environ = json.loads(told)
+    os.environ.update(environ)
+    supervise(arguments)
+
+
 @dataclass(frozen=True)
 class Release:
     pods: dict[str, Pod]
@@ -115,7 +132,7 @@ class Release:
     def ask(self, num_tokens: int) -> httpx.Response:
         front = self.pods["front"]
         with front.host.entered():
-            return httpx.post(
+            return HTTP.post(
                 f"http://{front.address}:8000/v1/completions",
                 json={**body(num_tokens=num_tokens), "model": "tiny"},
                 timeout=DEADLINE_S,
