@@ -1,8 +1,9 @@
 """README and the pages hold what they promise: their commands are run, in their order.
 
 They are run in folders that look like fresh clones, one for each of two hosts (network namespaces), at the
-ports that a page names. A section that asks port 8000 and starts no server asks the quickstart's; those
-sections that go on where its two hosts end share these.
+ports that a page names. A `mooncake-serve` that stays is forked (`tests.cluster.forked`), but for that of
+`test_one_machine`. A section that asks port 8000 and starts no server asks the quickstart's; those sections
+that go on where its two hosts end share these.
 `tests.documented` says which blocks are run. `make` is looked up only: it is how these tests were installed.
 """
 
@@ -13,21 +14,26 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.simulator.loads import conversations
+from tests.chaos.host_server import supervise_on
+from tests.cluster.forked import launch
 from tests.cluster.harness import Server
 from tests.cluster.namespaces import Host, Unavailable, two_hosts
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 from tests.documented import PAGES, QUICKSTART, README, ROOT, Block, anchor, blocks
+from tests.forked import Forked
 
 PORT = "8000"
 TWO_HOSTS = "two-hosts"
@@ -96,23 +102,32 @@ class Reader:
 
     @contextlib.contextmanager
     def running(self, block: Block) -> Iterator[None]:
-        """A terminal in which this runs, until Ctrl-C."""
-        command = ["bash", "-euc", f"exec {self._here(block.text)}"]
-        environment = self._environment(block.host)
-        if block.text.startswith("etcd "):
-            (self.folder / "commands/etcd").symlink_to(fetched("etcd-server", "usr/bin/etcd"))
-        with self._at(block.host):
-            process = subprocess.Popen(command, cwd=self.clone(block.host), env=environment)
+        """A terminal in which this runs, until its end is asked for."""
+        process = self._start(block)
         try:
             yield
             assert process.poll() is None, block.text
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             try:
                 process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _start(self, block: Block) -> "subprocess.Popen[bytes] | Forked":
+        folder, environment = self.clone(block.host), self._environment(block.host)
+        [command] = block.commands
+        words = shlex.split(self._here(command))
+        if words[0] == ".venv/bin/mooncake-serve":
+            network = self.hosts[block.host or 1].network if self.hosts else None
+            return launch(
+                partial(supervise_on, network, None, folder=folder), words[1:], environment, output=1
+            )
+        if words[0] == "etcd":
+            (self.folder / "commands/etcd").symlink_to(fetched("etcd-server", "usr/bin/etcd"))
+        with self._at(block.host):
+            return subprocess.Popen(words, cwd=folder, env=environment)
 
     def _at(self, number: int | None) -> contextlib.AbstractContextManager[None]:
         return self.hosts[number or 1].entered() if self.hosts else contextlib.nullcontext()
