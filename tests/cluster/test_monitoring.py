@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from tests.browser import Browser
-from tests.cluster.harness import ROOT, Server, eventually
+from tests.cluster.harness import HTTP, ROOT, Server, eventually
+from tests.cluster.slowed import SlowedServer
 from tests.cluster.tiny_cluster import TRANSFERS, tiny_server
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
@@ -89,6 +90,7 @@ def monitored(tiny: Path) -> Iterator[Monitored]:
             TRANSFERS,
             *("--conductor-ttft-slo-s=5", "--conductor-tbt-slo-s=1", "--conductor-max-running-requests=2"),
             *("--worker-metrics-listen", f"127.0.0.1:{port}"),
+            kind=SlowedServer,
         ) as server,
         Monitored(server, port) as monitored,
     ):
@@ -151,7 +153,7 @@ def prometheus(monitored: Monitored, tmp_path: Path) -> Iterator[Prometheus]:
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5).status_code == 200
+        return HTTP.get(url, timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -187,7 +189,7 @@ def test_alerts_are_as_their_own_tests_say() -> None:
 def test_the_exposition_is_what_prometheus_wants(monitored: Monitored) -> None:
     tool = fetched("prometheus", "usr/bin/promtool")
     for port in (monitored.server.port, monitored.metrics_port, monitored.metrics_port + 1):
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).text
+        text = HTTP.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).text
         done = subprocess.run(
             [tool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=DEADLINE_S
         )
@@ -196,13 +198,13 @@ def test_the_exposition_is_what_prometheus_wants(monitored: Monitored) -> None:
 
 
 def text_at(url: str) -> str:
-    return httpx.get(f"{url}/metrics", timeout=DEADLINE_S).text
+    return HTTP.get(f"{url}/metrics", timeout=DEADLINE_S).text
 
 
 def test_each_instance_answers_for_itself(monitored: Monitored) -> None:
     for number, name in enumerate(("prefill-0", "decode-0")):
         url = f"http://127.0.0.1:{monitored.metrics_port + number}"
-        assert httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
+        assert HTTP.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
         own = f'mooncake_instance_device_pages{{instance="{name}"}}'
         eventually(lambda own=own, url=url: own in text_at(url), "its first heartbeat")
         text, other = text_at(url), {"prefill-0": "decode-0", "decode-0": "prefill-0"}[name]
@@ -222,7 +224,7 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
         book = {"name": "book", "prompt": [5 + token for token in range(40)]}
         url = f"{monitored.server.url}/v1/context_caches"
         eventually(
-            lambda: httpx.post(url, json=book, timeout=DEADLINE_S).is_success, "room for a context cache"
+            lambda: HTTP.post(url, json=book, timeout=DEADLINE_S).is_success, "room for a context cache"
         )
         browser.wait(lambda: "cache-" in browser.text("#contexts tbody"), "a context cache")
         rows = "[...document.querySelectorAll('#requests tr')]"

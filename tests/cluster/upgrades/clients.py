@@ -10,7 +10,7 @@ from tests.cluster.harness import eventually
 from tests.cluster.tiny_cluster import body, post, streaming, text_in, text_of
 from tests.cluster.upgrades.cluster import Cluster
 
-NUM_TOKENS = 120
+NUM_TOKENS = 40
 PROMPTS = [[3 + index, *range(10, 80 + 10 * index)] for index in range(4)]
 DRAWN = {"temperature": 0.8, "top_k": 20, "seed": 5}
 

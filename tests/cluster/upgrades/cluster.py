@@ -1,4 +1,4 @@
-"""A cluster that is upgraded node by node, behind a load balancer."""
+"""A cluster that is upgraded node by node, behind a load balancer, with workers that are slowed."""
 
 import contextlib
 import itertools
@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
-
 from mooncake.security.keys import ClusterKey
-from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
+from tests.cluster.slowed import SlowedServer
 from tests.cluster.tiny_cluster import SMALL, TRANSFERS, is_ready, metric, samples, wait_until_idle
 from tests.cluster.upgrades.last_release import LastRelease, OldServer
 from tests.deadline import DEADLINE_S
@@ -88,7 +86,7 @@ class Cluster:
         if is_old:
             server: Server = OldServer(self._release, *self.node_flags(name), run_dir=self.run_dir())
         else:
-            server = ForkedServer(*self.node_flags(name), run_dir=self.run_dir())
+            server = SlowedServer(*self.node_flags(name), run_dir=self.run_dir())
         self._nodes[name] = server
         server.__enter__()
         if ROLES[name] == "front":
@@ -136,9 +134,9 @@ class Cluster:
     def order_moves(self) -> None:
         """Order all running requests to other decode instances; some end before."""
         url = self.leader().url
-        for request in httpx.get(f"{url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]:
+        for request in HTTP.get(f"{url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]:
             if not request["is_over"]:
-                httpx.post(f"{url}/admin/requests/{request['id']}/migrate", timeout=DEADLINE_S)
+                HTTP.post(f"{url}/admin/requests/{request['id']}/migrate", timeout=DEADLINE_S)
 
     def wait_until_idle(self) -> None:
         wait_until_idle(self.leader(), instances=INSTANCES)

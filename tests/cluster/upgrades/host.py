@@ -1,4 +1,5 @@
-"""Forks nodes of the tree in which it runs: `python host.py SOCKET`, with the tree as `PYTHONPATH`.
+"""Forks nodes with slowed workers, of the tree in which it runs: `python host.py SOCKET`, with the tree as
+`PYTHONPATH`.
 
 It is a script of this release that uses nothing but the tests' harness of the other one.
 """
@@ -7,8 +8,14 @@ import os
 import sys
 from multiprocessing.connection import Listener
 
+from benchmarks.overload.slowed import use_slow_workers
 from tests.cluster.forked import supervise
 from tests.forked import Forked
+
+
+def supervise_slowed(arguments: list[str]) -> None:
+    use_slow_workers()
+    supervise(arguments)
 
 
 def main() -> None:
@@ -19,7 +26,7 @@ def main() -> None:
                 case ("start", arguments, environ, output):
                     with open(os.devnull) as nothing, open(output, "wb") as stream:
                         node = Forked(
-                            supervise,
+                            supervise_slowed,
                             arguments,
                             stdin=nothing.fileno(),
                             stdout=stream.fileno(),

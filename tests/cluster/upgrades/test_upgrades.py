@@ -1,8 +1,7 @@
 """A cluster is upgraded node by node, and back, under load: no request is lost, and each answer is right."""
 
-import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from tests.cluster.upgrades.cluster import INSTANCES, ROLES, Cluster
 from tests.cluster.upgrades.last_release import LastRelease, checked_out
 from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
-from tests.forked import Forked
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -70,16 +68,9 @@ def assert_another_version_is_refused(cluster: Cluster) -> None:
 class AnotherFront(ForkedServer):
     """A front that names later versions; all else is as in this tree."""
 
-    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
-        with open(os.devnull) as nothing:
-            return Forked(
-                _supervise_another_version,
-                arguments,
-                stdin=nothing.fileno(),
-                stdout=output,
-                stderr=output,
-                environ=environ,
-            )
+    @property
+    def _supervise(self) -> Callable[[list[str]], None]:
+        return _supervise_another_version
 
 
 def _supervise_another_version(arguments: list[str]) -> None:
