@@ -1,12 +1,10 @@
 """A fresh server, with the SLOs of its configuration as shipped, under ten times the load that it can take.
 
-Its workers take as long for a pass as a larger model's would (`benchmarks.overload.slowed`), so the load is
-too much for the instances, and not for the machine that the test shares with others.
+Its workers are slowed (`tests.cluster.slowed`), so the load is too much for the instances, and not for the
+machine that the test shares with others.
 """
 
 import asyncio
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.overload.slowed import VOCAB_SIZE
-from tests.cluster.harness import ROOT, Server
+from benchmarks.overload.slowed import VOCAB_SIZE, write_model
+from tests.cluster.harness import Server
+from tests.cluster.slowed import SlowedServer
 from tests.deadline import DEADLINE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -25,19 +24,13 @@ NUM_EACH = 3
 NUM_INPUT, NUM_OUTPUT = 32, 40
 
 
-class SlowedServer(Server):
-    """The real `mooncake-serve`, with workers that take their time."""
-
-    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> subprocess.Popen[bytes]:
-        folder = self.run_dir / "slowed"
-        folder.mkdir()
-        command = [sys.executable, "-m", "benchmarks.overload.slowed", str(folder), *arguments]
-        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environ)
-
-
 @pytest.fixture
-def server(run_dir: Path) -> Iterator[Server]:
+def server(run_dir: Path, tmp_path: Path) -> Iterator[Server]:
+    model = tmp_path / "slowed"
+    model.mkdir()
+    write_model(model)
     with SlowedServer(
+        *(f"--model={model}", "--load-format=dummy"),
         *("--config=configs/local-cpu.yaml", f"--worker-max-batch={MAX_BATCH}"),
         *("--kvcache-pool-bytes=64MiB", "--kvcache-device-bytes=64MiB"),
         run_dir=run_dir,

@@ -32,19 +32,18 @@ NUM_STAGES = 2
 CHUNK = "--worker-prefill-chunk=32"
 
 
-@pytest.fixture
-def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A stage that a test stops is not missed before the test goes on."""
-    patient = ["--conductor-peer-timeout-s=30", "--hang-timeout-s=never"]
-    with tiny_server(tiny, run_dir, TRANSFERS, CHUNK, *patient, f"--pipeline-stages={NUM_STAGES}") as running:
+    flags = [TRANSFERS, CHUNK, f"--pipeline-stages={NUM_STAGES}"]
+    flags += ["--conductor-peer-timeout-s=30", "--hang-timeout-s=never"]
+    with tiny_server(tiny, tmp_path_factory.mktemp("mc"), *flags) as running:
         yield running
 
 
 def test_text_is_that_of_an_unsplit_instance(tiny: Path, server: Server, run_dir: Path) -> None:
     prompts = [LONG, PROMPT, LONG[:200] + PROMPT, PROMPT[:3]]
-    folder = run_dir / "unsplit"
-    folder.mkdir()
-    with tiny_server(tiny, folder, TRANSFERS, CHUNK) as unsplit:
+    with tiny_server(tiny, run_dir, TRANSFERS, CHUNK) as unsplit:
         expected = [text_of(complete(unsplit, prompt=prompt, num_tokens=20)) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         for _ in range(2):

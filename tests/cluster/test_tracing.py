@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.harness import STOP_DEADLINE_S, Server
+from tests.cluster.harness import HTTP, STOP_DEADLINE_S, Server
 from tests.cluster.tiny_cluster import TRANSFERS, body, complete, tiny_server
 from tests.collector import Collector, running_collector
 from tests.deadline import DEADLINE_S
@@ -41,7 +41,7 @@ def stream(server: Server, trace_id: str, **fields: object) -> str:
         "tracestate": "vendor=value",
         "x-request-id": "mine",
     }
-    with httpx.stream(
+    with HTTP.stream(
         "POST", f"{server.url}/v1/completions", json=content, headers=headers, timeout=DEADLINE_S
     ) as answer:
         assert answer.status_code == 200
