@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
 from tests.cluster.vllm.server import installed
 from tests.tiny_models import tiny_model
@@ -31,5 +32,5 @@ def socket(run_dir: Path) -> Path:
 @pytest.fixture
 def pool(run_dir: Path, socket: Path) -> Iterator[Server]:
     arguments = ["--role", "pool", "--kvcache-socket", str(socket), "--kvcache-pool-bytes", "64MiB"]
-    with Server(*arguments, run_dir=run_dir) as server:
+    with ForkedServer(*arguments, run_dir=run_dir) as server:
         yield server

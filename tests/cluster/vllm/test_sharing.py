@@ -44,7 +44,8 @@ def resume(pid: int) -> None:
 
 
 def test_a_server_loads_what_it_has_stored(model: Path, pool: Server, socket: Path, tmp_path: Path) -> None:
-    options = [*TINY_OPTIONS, "--no-enable-prefix-caching"]  # what is found comes from the pool
+    # What is found comes from the pool, and a long prompt takes several steps.
+    options = [*TINY_OPTIONS, "--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]
     with VllmServer(model, tmp_path / "a.log", *options, pool=f"unix:{socket}").start() as server:
         some = prompts(8)
         expected = [alone(server, prompt) for prompt in some]
@@ -54,23 +55,20 @@ def test_a_server_loads_what_it_has_stored(model: Path, pool: Server, socket: Pa
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(server.complete, some)) == expected
         assert server.num_loaded() == 8 * NUM_SHARED
+        assert_a_seed_decides_what_is_drawn_whatever_the_steps_of_a_prompt(server, f"unix:{socket}")
         os.kill(messenger_of(pool), signal.SIGKILL)
         more = prompts(4)
         answers = [server.complete(prompt) for prompt in more]
         assert answers == [alone(server, prompt) for prompt in more]
 
 
-def test_a_seed_decides_what_is_drawn_whatever_the_steps_of_a_prompt(
-    model: Path, pool: Server, socket: Path, tmp_path: Path
-) -> None:
-    options = [*TINY_OPTIONS, "--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]
+def assert_a_seed_decides_what_is_drawn_whatever_the_steps_of_a_prompt(server: VllmServer, pool: str) -> None:
     drawn = {"temperature": 1.0, "seed": 3}
-    with VllmServer(model, tmp_path / "a.log", *options, pool=f"unix:{socket}").start() as server:
-        prompt = _draw.choices(range(VOCAB_SIZE), k=1200)
-        in_three_steps = server.complete(prompt, **drawn)
-        until_stored(f"unix:{socket}", [prompt])
-        assert server.complete(prompt, **drawn) == in_three_steps
-        assert server.num_loaded() == whole_pages(len(prompt)), "the rest was computed in one step"
+    prompt, num_before = _draw.choices(range(VOCAB_SIZE), k=1200), server.num_loaded()
+    in_three_steps = server.complete(prompt, **drawn)
+    until_stored(pool, [prompt])
+    assert server.complete(prompt, **drawn) == in_three_steps
+    assert server.num_loaded() - num_before == whole_pages(len(prompt)), "the rest was computed in one step"
 
 
 @pytest.mark.soak
