@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mooncake.security.keys import ClusterKey
 from tests.chaos.host_server import HostServer
 from tests.chaos.network import Network, Place, Unavailable, hosts
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import SMALL, TRANSFERS, complete, is_ready, text_of
 from tests.deadline import DEADLINE_S
 
@@ -85,7 +84,7 @@ def test_a_cluster_has_ipv6_addresses_alone(tiny: Path, tmp_path: Path) -> None:
             other, "front", find, f"--conductor-reply-endpoint=tcp://{other.bracketed}:7811", "--http-host=::"
         )
         assert answers(front) == answers(conductor)
-        assert httpx.get(f"http://{one.bracketed}:9100/ready", timeout=DEADLINE_S).status_code == 200
+        assert HTTP.get(f"http://{one.bracketed}:9100/ready", timeout=DEADLINE_S).status_code == 200
 
 
 def test_a_node_is_reached_at_an_address_that_it_does_not_have(tiny: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.separate_nodes import SeparateNodes, wait_until_instances_idle
 from tests.cluster.streams import PROMPTS, Streams
 from tests.cluster.tiny_cluster import (
@@ -40,7 +40,7 @@ class Nodes:
 
     def order(self, path: str) -> None:
         """Give an operator's order."""
-        httpx.post(f"{self.conductor.url}/admin/{path}", timeout=DEADLINE_S).raise_for_status()
+        HTTP.post(f"{self.conductor.url}/admin/{path}", timeout=DEADLINE_S).raise_for_status()
 
     def kill(self, name: str) -> None:
         """Kill the conductor, or the worker of an instance."""
@@ -124,9 +124,9 @@ def test_prompts_that_are_queued_are_computed_once(nodes: Nodes) -> None:
 
 
 def migrate(nodes: Nodes) -> None:
-    live = httpx.get(f"{nodes.conductor.url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]
+    live = HTTP.get(f"{nodes.conductor.url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]
     for request in live:
-        httpx.post(f"{nodes.conductor.url}/admin/requests/{request['id']}/migrate", timeout=DEADLINE_S)
+        HTTP.post(f"{nodes.conductor.url}/admin/requests/{request['id']}/migrate", timeout=DEADLINE_S)
 
 
 def drain(nodes: Nodes) -> None:
@@ -146,7 +146,7 @@ def test_what_a_conductor_was_about_to_do_is_given_up(nodes: Nodes, order: Calla
         streams.wait_for_more()
         streams.check()
     nodes.wait_until_idle()
-    instances = httpx.get(f"{nodes.conductor.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
+    instances = HTTP.get(f"{nodes.conductor.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
     assert {instance["state"] for instance in instances} == {"serving"}
 
 
@@ -154,7 +154,9 @@ def test_answers_are_right_while_conductors_and_workers_are_killed(nodes: Nodes)
     """Prompts are queued and computed, requests end and come while there is no conductor."""
     rng, over = random.Random(1), threading.Event()
     prompts = [[3 + index, *range(10, 200)] for index in range(6)]
-    expected = [text_of(complete(nodes.front, prompt=prompt, num_tokens=60)) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        quiet = threads.map(lambda prompt: complete(nodes.front, prompt=prompt, num_tokens=60), prompts)
+        expected = list(map(text_of, quiet))
 
     def keep_asking(index: int) -> int:
         num_answers = 0

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import (
     PROMPT,
     TRANSFERS,
@@ -67,15 +67,17 @@ KINDS: list[dict[str, object]] = [
 """Fields of requests whose draws depend on all that a request carries. Those with messages are chats."""
 
 
-@pytest.fixture
-def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
-    with tiny_server(tiny, run_dir, TRANSFERS, "--num-decode=2", "--http-tool-parser=hermes") as running:
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    patience = f"--conductor-placement-timeout-s={DEADLINE_S:g}"
+    flags = (TRANSFERS, "--num-decode=2", "--http-tool-parser=hermes", patience)
+    with tiny_server(tiny, tmp_path_factory.mktemp("mc"), *flags) as running:
         yield running
 
 
 def running_requests(server: Server) -> list[tuple[str, str]]:
     """The requests that are being decoded, and where."""
-    state = httpx.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
+    state = HTTP.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
     return [
         (shown["id"], shown["decode"])
         for shown in state["requests"]
@@ -85,7 +87,7 @@ def running_requests(server: Server) -> list[tuple[str, str]]:
 
 def move(server: Server, request_id: str, destination: str) -> httpx.Response:
     url = f"{server.url}/admin/requests/{request_id}/migrate"
-    return httpx.post(url, params={"to": destination}, timeout=DEADLINE_S)
+    return HTTP.post(url, params={"to": destination}, timeout=DEADLINE_S)
 
 
 def num_moved(server: Server) -> float:
@@ -164,19 +166,20 @@ def test_answers_are_the_same_wherever_they_are_decoded(server: Server, num_roun
     kinds = [stop, *KINDS]
     expected = ask_all(server, kinds)
     assert said(expected[0])[0][1] == "stop"
+    num_before = num_moved(server)
     with Mover(server, seed=num_rounds):
         answers = ask_all(server, kinds, num_rounds)
     for answer, plain in zip(answers, expected * num_rounds, strict=True):
         assert said(answer) == said(plain)
         assert logprobs_of(answer) == pytest.approx(logprobs_of(plain), abs=1e-4)
-    assert num_moved(server) > 0
+    assert num_moved(server) > num_before
     wait_until_idle(server, instances=INSTANCES)
 
 
 def test_streams_go_on_in_order_through_moves(server: Server) -> None:
     expected = text_of(complete(server, num_tokens=MOST_TOKENS))
-    deadline_s = time.monotonic() + DEADLINE_S
-    while num_moved(server) < 5:
+    deadline_s, num_before = time.monotonic() + DEADLINE_S, num_moved(server)
+    while num_moved(server) < num_before + 5:
         assert time.monotonic() < deadline_s
         text = ""
         with streaming(server, num_tokens=MOST_TOKENS) as events:
@@ -210,38 +213,36 @@ def is_told(server: Server, destination: str | None, reason: str | None) -> bool
 
 
 @pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.soak)])
-def test_kills_while_requests_move_change_no_answer(tiny: Path, run_dir: Path, num_kills: int) -> None:
-    patience = f"--conductor-placement-timeout-s={DEADLINE_S:g}"
-    with tiny_server(tiny, run_dir, TRANSFERS, "--num-decode=2", patience) as server:
-        prompts = [[3 + index, *PROMPT[: 10 * index]] for index in range(1, 7)]
-        expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
-        over, rng = threading.Event(), random.Random(num_kills)
+def test_kills_while_requests_move_change_no_answer(server: Server, num_kills: int) -> None:
+    prompts = [[3 + index, *PROMPT[: 10 * index]] for index in range(1, 7)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
+    over, rng = threading.Event(), random.Random(num_kills)
 
-        def keep_asking(index: int) -> int:
-            num_answers = 0
-            while not (over.is_set() and num_answers):
-                body = {"model": "tiny", "prompt": prompts[index], "max_tokens": NUM_TOKENS}
-                answer = post(server, body | {"temperature": 0, "ignore_eos": True}, timeout=300)
-                if answer.status_code == 503:
-                    over.wait(float(answer.headers["Retry-After"]))
-                    continue
-                assert answer.status_code == 200, answer.text
-                assert text_of(answer.json()) == expected[index]
-                num_answers += 1
-            return num_answers
+    def keep_asking(index: int) -> int:
+        num_answers = 0
+        while not (over.is_set() and num_answers):
+            body = {"model": "tiny", "prompt": prompts[index], "max_tokens": NUM_TOKENS}
+            answer = post(server, body | {"temperature": 0, "ignore_eos": True}, timeout=300)
+            if answer.status_code == 503:
+                over.wait(float(answer.headers["Retry-After"]))
+                continue
+            assert answer.status_code == 200, answer.text
+            assert text_of(answer.json()) == expected[index]
+            num_answers += 1
+        return num_answers
 
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            with Mover(server, seed=num_kills):
-                clients = [threads.submit(keep_asking, index) for index in range(len(prompts))]
-                try:
-                    for _ in range(num_kills):
-                        over.wait(rng.uniform(0.5, 2.0))
-                        names = [name for name in server.children() if name.startswith("decode-")]
-                        if names:
-                            os.kill(server.children()[rng.choice(names)], signal.SIGKILL)
-                finally:
-                    over.set()
-            for client in clients:
-                assert client.result()
-        eventually(lambda: is_ready(server), "all instances are back")
-        wait_until_idle(server, instances=INSTANCES)
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        with Mover(server, seed=num_kills):
+            clients = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+            try:
+                for _ in range(num_kills):
+                    over.wait(rng.uniform(0.5, 2.0))
+                    names = [name for name in server.children() if name.startswith("decode-")]
+                    if names:
+                        os.kill(server.children()[rng.choice(names)], signal.SIGKILL)
+            finally:
+                over.set()
+        for client in clients:
+            assert client.result()
+    eventually(lambda: is_ready(server), "all instances are back")
+    wait_until_idle(server, instances=INSTANCES)

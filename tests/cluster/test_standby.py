@@ -10,7 +10,7 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.separate_nodes import SeparateNodes, wait_until_instances_idle
 from tests.cluster.streams import PROMPTS, Streams
 from tests.cluster.tiny_cluster import cached_tokens, complete, is_ready, metric, post
@@ -80,7 +80,7 @@ def has_all_streams(conductor: Server) -> bool:
 def health(conductor: Server) -> dict[str, str]:
     """What it says of itself; nothing while it starts."""
     try:
-        answer: dict[str, str] = httpx.get(f"{conductor.url}/health", timeout=DEADLINE_S).json()
+        answer: dict[str, str] = HTTP.get(f"{conductor.url}/health", timeout=DEADLINE_S).json()
     except httpx.TransportError:
         return {}
     return answer
@@ -133,7 +133,7 @@ def test_a_conductor_that_could_not_take_over_ends(nodes: Nodes) -> None:
 
 def test_context_caches_are_there_under_the_next_leader(nodes: Nodes) -> None:
     def names_at(conductor: Server) -> list[str]:
-        answer = httpx.get(f"{conductor.url}/v1/context_caches", timeout=DEADLINE_S).raise_for_status()
+        answer = HTTP.get(f"{conductor.url}/v1/context_caches", timeout=DEADLINE_S).raise_for_status()
         return [cache["name"] for cache in answer.json()["data"]]
 
     prefix = list(range(3, 3 + 40))
@@ -141,13 +141,13 @@ def test_context_caches_are_there_under_the_next_leader(nodes: Nodes) -> None:
     for name in ("book", "gone"):
         made = {"name": name, "prompt": prefix, "ttl": 600}
         assert post(former, made, path="/v1/context_caches").status_code == 200
-    httpx.delete(f"{former.url}/v1/context_caches/gone", timeout=DEADLINE_S).raise_for_status()
+    HTTP.delete(f"{former.url}/v1/context_caches/gone", timeout=DEADLINE_S).raise_for_status()
     os.kill(former.pid_of("conductor"), signal.SIGKILL)
     leader = nodes.wait_for_another(former)
     assert names_at(leader) == ["book"]
     used = complete(leader, prompt=[5, 6], num_tokens=2, context_cache="book")
     assert cached_tokens(used) == len(prefix)
-    httpx.delete(f"{leader.url}/v1/context_caches/book", timeout=DEADLINE_S).raise_for_status()
+    HTTP.delete(f"{leader.url}/v1/context_caches/book", timeout=DEADLINE_S).raise_for_status()
     eventually(lambda: stands_by_for(former, leader), "the former leader stands by")
     os.kill(leader.pid_of("conductor"), signal.SIGKILL)
     assert names_at(nodes.wait_for_another(leader)) == []
@@ -185,8 +185,8 @@ def test_a_standby_says_who_leads(nodes: Nodes) -> None:
     eventually(lambda: stands_by_for(standby, leader), "it stands by")
     assert metric(leader, "mooncake_conductor_leads") == 1
     assert metric(standby, "mooncake_conductor_leads") == 0
-    page = httpx.get(f"{standby.url}/dashboard", timeout=DEADLINE_S)
+    page = HTTP.get(f"{standby.url}/dashboard", timeout=DEADLINE_S)
     assert page.headers["location"] == f"{leader.url}/dashboard"
-    refused = httpx.get(f"{standby.url}/admin/instances", timeout=DEADLINE_S)
+    refused = HTTP.get(f"{standby.url}/admin/instances", timeout=DEADLINE_S)
     assert refused.status_code == 503
     assert leader.url in refused.json()["error"]["message"]
