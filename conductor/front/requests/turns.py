@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from typing import NamedTuple
 
 MAX_BYTES_AT_ONCE = 8192
-"""Bytes of bodies that are read in one turn of the event loop, but that one body may have more."""
+"""Bytes of bodies that are read in one turn of the event loop."""
 
 
 class _Waiting(NamedTuple):

@@ -3,9 +3,10 @@
 A reserved prompt holds its pages until its sequence joins the batch, which may be long after its prefill. So
 the prompts of a tenant hold at most a share of the pool, and those of an answer a smaller share. The rest is
 headroom for other tenants, which need not wait until the batch has served all prompts before theirs. Of the
-waiting prompts, the one with which its tenant would hold least goes first, so that a short one does not wait
-for the long ones of many tenants; then the one whose answer holds least, then the oldest. All others together
-leave room for short ones.
+waiting prompts, the one whose tenant, and then whose answer, holds least goes first; then the oldest.
+
+Short prompts have turns of their own, and an eighth of the pool that long ones leave to them. So a short one
+does not wait for the long ones of many tenants.
 
 Owns: that order. Does not know: how pages are reserved, what they hold.
 """
@@ -25,10 +26,10 @@ ANSWER_SHARE = 0.5
 """The share of the pool's pages that an answer's reserved prompts hold at most; a single prompt may hold
 more."""
 
-SHORT_SHARE = 1 / 8
-"""The share of the pool's pages that is left to short prompts."""
+LONG_SHARE = 7 / 8
+"""The share of the pool's pages that long prompts hold at most; a single one may hold more."""
 _LONGEST_SHORT_SHARE = 1 / 64
-"""The share of the pool's pages that a short prompt has at most."""
+"""The share of the pool's pages that a short prompt has at most; one page is short in any pool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +40,7 @@ class _Waiting:
 
 
 class ReservingTurns:
-    """The turns in which prompts reserve pages, one at a time.
+    """The turns in which prompts reserve pages: one short and one long prompt at a time.
 
     `held` yields the flow and pages of each reserved prompt.
     """
@@ -47,7 +48,7 @@ class ReservingTurns:
     def __init__(self, num_pages: int, held: Callable[[], Iterable[tuple[Flow, int]]]) -> None:
         self._num_pages, self._held = num_pages, held
         self._waiting: list[_Waiting] = []
-        self._is_taken = False
+        self._having_turns: list[_Waiting] = []
 
     @asynccontextmanager
     async def turn(self, flow: Flow, num_pages: int) -> AsyncIterator[None]:
@@ -59,43 +60,44 @@ class ReservingTurns:
             await waiting.turn
             yield
         finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-            else:
-                self._is_taken = False
+            having = self._waiting if waiting in self._waiting else self._having_turns
+            having.remove(waiting)
             self.recheck()
 
     def recheck(self) -> None:
-        """Give a waiting prompt its turn, if no other prompt has it.
+        """Give waiting prompts their turns, if no others have them.
 
         To be called when pages have been released.
         """
-        if self._is_taken or not self._waiting:
+        if not self._waiting:
             return
-        by_tenant: Counter[str] = Counter()
-        by_answer: Counter[Flow] = Counter()
+        num_long, by_tenant, by_answer = 0, Counter[str](), Counter[Flow]()
         for flow, num_pages in self._held():
             by_tenant[flow.tenant] += num_pages
             by_answer[flow] += num_pages
-        num_held = by_tenant.total()
-        fitting = [
-            waiting
-            for waiting in self._waiting
-            if not waiting.turn.cancelled()
-            and (self._is_short(waiting) or self._fits(num_held, waiting.num_pages, 1 - SHORT_SHARE))
-            and self._fits(by_tenant[waiting.flow.tenant], waiting.num_pages, TENANT_SHARE)
-            and self._fits(by_answer[waiting.flow], waiting.num_pages, ANSWER_SHARE)
-        ]
-        if fitting:
-            first = min(
-                fitting, key=lambda one: (by_tenant[one.flow.tenant] + one.num_pages, by_answer[one.flow])
-            )
-            self._waiting.remove(first)
-            self._is_taken = True
-            first.turn.set_result(None)
+            num_long += 0 if self._is_short(num_pages) else num_pages
+        for is_short in (True, False):
+            if any(self._is_short(one.num_pages) == is_short for one in self._having_turns):
+                continue
+            fitting = [
+                waiting
+                for waiting in self._waiting
+                if self._is_short(waiting.num_pages) == is_short
+                and not waiting.turn.cancelled()
+                and self._fits(by_tenant[waiting.flow.tenant], waiting.num_pages, TENANT_SHARE)
+                and self._fits(by_answer[waiting.flow], waiting.num_pages, ANSWER_SHARE)
+            ]
+            if not fitting:
+                continue
+            first = min(fitting, key=lambda one: (by_tenant[one.flow.tenant], by_answer[one.flow]))
+            # No other long one goes before the first, which would then never have room.
+            if is_short or self._fits(num_long, first.num_pages, LONG_SHARE):
+                self._waiting.remove(first)
+                self._having_turns.append(first)
+                first.turn.set_result(None)
 
-    def _is_short(self, waiting: _Waiting) -> bool:
-        return waiting.num_pages <= _LONGEST_SHORT_SHARE * self._num_pages
+    def _is_short(self, num_pages: int) -> bool:
+        return num_pages <= max(1, _LONGEST_SHORT_SHARE * self._num_pages)
 
     def _fits(self, num_held: int, num_pages: int, share: float) -> bool:
         return not num_held or num_held + num_pages <= share * self._num_pages

@@ -52,13 +52,29 @@ async def test_whoever_holds_least_goes_first() -> None:
 async def test_a_short_prompt_does_not_wait_for_long_ones_of_many_tenants() -> None:
     pool, may_end = Pool(), asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        group.create_task(pool.reserve(A, 50, may_end))
+        group.create_task(pool.reserve(A, 10, may_end))
         for number in range(5):
-            group.create_task(pool.reserve(Flow(f"c{number}", "1"), 50))
+            group.create_task(pool.reserve(Flow(f"c{number}", "1"), 10))
         group.create_task(pool.reserve(B, 1))
         await settle()
+        assert pool.order == [A, B]
         may_end.set()
-    assert pool.order[:2] == [A, B]
+    assert len(pool.order) == 7
+
+
+async def test_the_longest_prompt_has_its_turn_although_shorter_ones_of_others_would_fit() -> None:
+    pool = Pool()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pool.reserve(A, 60))
+        await settle()
+        longest, shorter = Flow("c", "longest"), Flow("d", "shorter")
+        group.create_task(pool.reserve(longest, 60))
+        group.create_task(pool.reserve(shorter, 20))
+        await settle()
+        assert pool.order == [A]
+        pool.release(A, 60)
+        await settle()
+    assert pool.order == [A, longest, shorter]
 
 
 async def test_long_prompts_of_many_tenants_leave_room_for_short_ones() -> None:
