@@ -75,7 +75,7 @@ class Preemption:
     def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
         """Return the placed request that yields first to this new one; None if none does.
 
-        `device_s`: predicted seconds of devices that the new one takes.
+        `device_s`: predicted seconds of the new one's prefill; 0 finds any that could yield.
         """
         victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
         return None if victim is None else victim.tracked

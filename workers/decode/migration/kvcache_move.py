@@ -48,8 +48,11 @@ class KVCacheMove:
         self.copied_bytes = 0
 
     def take_memory(self) -> None:
-        """Have the operating system allocate the memory of the pages that are expected to be in use: the
-        pause, and the first iterations behind it, would wait for that. Blocking."""
+        """Have the operating system allocate the memory of as many pages as are expected to be in use, from
+        page 0 on. Blocking.
+
+        Otherwise the pause, and the first iterations behind it, would wait for that.
+        """
         take_memory(self._library, self._own, self.num_expected_pages)
 
     def copy(self, pages: Sequence[int]) -> None:

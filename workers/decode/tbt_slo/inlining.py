@@ -5,8 +5,9 @@ sequences that are decoded, and are as long as the strictest TBT SLO of these al
 2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first and
 outside the budget: they are few, and a client waits for the next token.
 
-Prompts of one priority take turns between tenants and answers, as at prefill instances. Tenants with many
-times as much to compute as the first prompt's have no part in its iteration, so that this one is short.
+Prompts of one priority take turns between tenants and answers, as at prefill instances. An iteration ends
+before the first prompt of a tenant with more than four times as much to compute as the tenant of its first
+prompt, which so has a short iteration.
 
 Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
 many tokens of prompts are too many, the clock, pools, pages.
