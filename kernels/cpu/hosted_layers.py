@@ -1,8 +1,8 @@
 """Whole layers of passes in a helper's process (BanaServe, section 4.1, figure 3).
 
-Two processes share memory: a mailbox, in which the owner of the sequences describes a pass and puts the
-hidden states before these layers, and the layers' pages. The helper computes the layers with its own weights,
-and puts the hidden states behind them in the same place. Bytes exchanged by a token: two rows of hidden
+Both processes have a mailbox, in which the owner of the sequences describes a pass and puts the hidden states
+before these layers. The helper computes the layers with its own weights, and puts the hidden states behind
+them in the same place. Bytes exchanged by a token: two rows of hidden
 states.
 
 Up to `NUM_SLOTS` passes are in the mailbox at a time, so that both sides compute at once. The helper answers
@@ -12,14 +12,14 @@ Owns: the layout of this mailbox, both ends. Does not know: how layers are compu
 """
 
 from collections.abc import Sequence
-from ctypes import c_int64, c_uint32
+from ctypes import c_int64, c_uint32, c_uint64
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kernels.cpu.library import Library
-from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, aligned
+from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, Wire, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
 
 NUM_SLOTS = 2
@@ -57,8 +57,8 @@ class LayersShape:
 class _LayersMailbox(Mailbox):
     """One end of a mailbox for layers, of this shape."""
 
-    def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape) -> None:
-        super().__init__(library, memory, shape.size_bytes)
+    def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, wire: Wire | None) -> None:
+        super().__init__(library, memory, shape.size_bytes, wire)
         self.shape = shape
 
     def _ints(self, number: int) -> np.ndarray:
@@ -69,9 +69,14 @@ class _LayersMailbox(Mailbox):
 
     def _rows(self, number: int, num_tokens: int) -> torch.Tensor:
         """Return the hidden states of a pass, `[num_tokens, hidden_size]`: a view."""
-        shape, start = self.shape, self._start(number) + self.shape.rows_offset
-        num_bytes = num_tokens * shape.hidden_size * shape.dtype.itemsize
-        return self._memory[start : start + num_bytes].view(shape.dtype).view(-1, shape.hidden_size)
+        start, num_bytes = self._rows_span(number, num_tokens)
+        rows = self._memory[start : start + num_bytes].view(self.shape.dtype)
+        return rows.view(-1, self.shape.hidden_size)
+
+    def _rows_span(self, number: int, num_tokens: int) -> tuple[int, int]:
+        """Return the offset of a pass's hidden states, and their bytes."""
+        start = self._start(number) + self.shape.rows_offset
+        return start, num_tokens * self.shape.hidden_size * self.shape.dtype.itemsize
 
     def _start(self, number: int) -> int:
         return COUNTERS_BYTES + number % NUM_SLOTS * self.shape.slot_bytes
@@ -83,8 +88,15 @@ class LayersOwner(_LayersMailbox):
     `timeout_s`: seconds that the helper may take for a layer.
     """
 
-    def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, timeout_s: float) -> None:
-        super().__init__(library, memory, shape)
+    def __init__(
+        self,
+        library: Library,
+        memory: torch.Tensor,
+        shape: LayersShape,
+        timeout_s: float,
+        wire: Wire | None = None,
+    ) -> None:
+        super().__init__(library, memory, shape, wire)
         self._timeout_ms = c_int64(round(1000 * timeout_s))
         self._asked: dict[int, int] = {}
         """Numbers of tokens of the passes that were not taken yet."""
@@ -122,9 +134,10 @@ class LayersOwner(_LayersMailbox):
             raise ValueError(f"pass {number} needs a slot whose answer has not been taken")
         self._num_passes = number
         self._asked[number] = len(hidden)
-        write_pass(self._ints(number), layers, query_lens, kv_lens, page_tables, page_size)
         self._rows(number, len(hidden)).copy_(hidden)
-        self._code.begin_pass(self._address)
+        self._show(*self._rows_span(number, len(hidden)))
+        num_bytes = write_pass(self._ints(number), layers, query_lens, kv_lens, page_tables, page_size)
+        self._begin_pass(self._start(number), num_bytes)
         return number
 
     def take(self, number: int) -> torch.Tensor:
@@ -141,9 +154,16 @@ class LayersOwner(_LayersMailbox):
 class LayersHelper(_LayersMailbox):
     """The helper's end of a mailbox for layers, for one thread. Pages have `page_size` tokens."""
 
-    def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, page_size: int) -> None:
-        super().__init__(library, memory, shape)
-        self._page_size, self._num_passes = page_size, 0
+    def __init__(
+        self,
+        library: Library,
+        memory: torch.Tensor,
+        shape: LayersShape,
+        page_size: int,
+        wire: Wire | None = None,
+    ) -> None:
+        super().__init__(library, memory, shape, wire)
+        self._page_size, self._num_passes, self._num_tokens = page_size, 0, 0
 
     def await_pass(self) -> tuple[HostedPass, torch.Tensor] | None:
         """Wait for the next pass, and return it with a view of its hidden states `[T, hidden_size]`. Blocks.
@@ -159,8 +179,10 @@ class LayersHelper(_LayersMailbox):
         num_tokens = sum(described.query_lens)
         if not 0 < num_tokens <= self.shape.num_tokens:
             raise ValueError(f"expected a pass of at most {self.shape.num_tokens} tokens, got {num_tokens}")
+        self._num_tokens = num_tokens
         return described, self._rows(number, num_tokens)
 
     def answer(self) -> None:
         """Tell the owner that the pass's hidden states are now those after the layers."""
-        self._code.answer_pass(self._address)
+        offset, num_bytes = self._rows_span(self._num_passes, self._num_tokens)
+        self._code.answer_pass(self._address, c_uint64(offset), c_uint64(num_bytes))

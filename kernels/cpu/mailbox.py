@@ -1,9 +1,15 @@
-"""A mailbox in memory that the owner of sequences and its helper share (moved_heads.h): counters and wakes.
+"""A mailbox for an owner of sequences and its helper (mailbox.h): counters, wakes, and data behind them.
 
-Owns: the counters at its beginning. Does not know: what lies behind them, how memory is shared.
+Both processes map it, or each has one for itself and a stream connects them.
+
+Owns: the counters at its beginning, this process's end of the stream. Does not know: what lies behind the
+counters, how memory is shared.
 """
 
-from ctypes import c_void_p
+import socket
+import weakref
+from ctypes import c_int, c_int64, c_uint64, c_void_p
+from typing import NamedTuple
 
 import torch
 
@@ -18,16 +24,43 @@ class HelperLost(RuntimeError):
     """The helper has not answered in time: the pass has no result, and its tokens have no KVCache."""
 
 
-class Mailbox:
-    """One end of a mailbox in `memory`, uint8 `[size_bytes]`, all zeros at first. Keeps the memory mapped."""
+class Wire(NamedTuple):
+    """A connected stream socket between two mailboxes. The other side may take nothing for `timeout_s`, or
+    for ever: None."""
 
-    def __init__(self, library: Library, memory: torch.Tensor, size_bytes: int) -> None:
+    sock: socket.socket
+    timeout_s: float | None
+
+
+class Mailbox:
+    """One end of a mailbox in `memory`, uint8 `[size_bytes]`, all zeros at first. Keeps the memory mapped.
+
+    With a `wire`, whose socket is closed with this object, the memory is this process's own.
+    """
+
+    def __init__(
+        self, library: Library, memory: torch.Tensor, size_bytes: int, wire: Wire | None = None
+    ) -> None:
         if memory.dtype is not torch.uint8 or memory.shape != (size_bytes,):
             raise ValueError(f"expected {size_bytes} bytes, got {memory.dtype} {list(memory.shape)}")
         self._memory, self._code = memory, library.code
         self._address = c_void_p(memory.data_ptr())
         self.counters_address = memory.data_ptr()
         """Address of the counters, for C++ code."""
+        if wire is not None:
+            weakref.finalize(self, wire.sock.close)
+            timeout_ms = 0 if wire.timeout_s is None else max(1, round(1000 * wire.timeout_s))
+            self._code.connect_mailbox(
+                self._address, c_uint64(size_bytes), c_int(wire.sock.fileno()), c_int64(timeout_ms)
+            )
+
+    def _show(self, offset: int, num_bytes: int) -> None:
+        """Show bytes that this side has written to the other side, which maps other memory."""
+        self._code.show_rows(self._address, c_uint64(offset), c_uint64(num_bytes))
+
+    def _begin_pass(self, offset: int, num_bytes: int) -> None:
+        """Tell the helper that a pass is described in these bytes."""
+        self._code.begin_pass(self._address, c_uint64(offset), c_uint64(num_bytes))
 
     @property
     def is_closed(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.library import Library
-from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, aligned
+from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, Wire, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
 
 
@@ -79,8 +79,10 @@ class MailboxShape:
 class _HeadsMailbox(Mailbox):
     """One end of a mailbox for heads, of this shape."""
 
-    def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape) -> None:
-        super().__init__(library, memory, shape.size_bytes)
+    def __init__(
+        self, library: Library, memory: torch.Tensor, shape: MailboxShape, wire: Wire | None
+    ) -> None:
+        super().__init__(library, memory, shape.size_bytes, wire)
         self.shape = shape
         self._ints = memory[COUNTERS_BYTES : shape.asked_offset].numpy().view(np.int32)
         self._asked_address = memory.data_ptr() + shape.asked_offset
@@ -90,8 +92,15 @@ class _HeadsMailbox(Mailbox):
 class HeadsOwner(_HeadsMailbox):
     """The owner's end of a mailbox for heads. `timeout_s`: seconds that the helper may take for a layer."""
 
-    def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape, timeout_s: float) -> None:
-        super().__init__(library, memory, shape)
+    def __init__(
+        self,
+        library: Library,
+        memory: torch.Tensor,
+        shape: MailboxShape,
+        timeout_s: float,
+        wire: Wire | None = None,
+    ) -> None:
+        super().__init__(library, memory, shape, wire)
         heads = shape.heads
         self._exchange = _Exchange(
             self._address,
@@ -129,8 +138,8 @@ class HeadsOwner(_HeadsMailbox):
                 f"expected a pass of at most {shape.num_tokens} tokens of {shape.num_sequences} sequences in "
                 f"{shape.num_pages} pages, got {num_tokens}, {num_sequences} and {num_pages}"
             )
-        write_pass(self._ints, layers, query_lens, kv_lens, page_tables, page_size)
-        self._code.begin_pass(self._address)
+        num_bytes = write_pass(self._ints, layers, query_lens, kv_lens, page_tables, page_size)
+        self._begin_pass(COUNTERS_BYTES, num_bytes)
 
 
 class HeadsHelper(_HeadsMailbox):
@@ -147,8 +156,9 @@ class HeadsHelper(_HeadsMailbox):
         shape: MailboxShape,
         kv_layers: Sequence[torch.Tensor],
         windows: Sequence[int | None],
+        wire: Wire | None = None,
     ) -> None:
-        super().__init__(library, memory, shape)
+        super().__init__(library, memory, shape, wire)
         self._library, self._kv_layers, self._windows = library, kv_layers, windows
         self._code.passes_begun.restype = c_uint32
         self._host_layers = library.function(

@@ -39,7 +39,7 @@ def take_memory(library: Library, tensors: Sequence[torch.Tensor], num_pages: in
 
 
 class PageCopies:
-    """Copies of pages from each first tensor of `parts` to the second one, under the same numbers.
+    """Copies of pages from each first tensor of `parts` to the second one.
 
     Both tensors of a part have the dtype and shape `[num_pages, ...]`, though not the same number of pages,
     and the elements of a page lie in one piece; pages may lie apart.
@@ -50,18 +50,35 @@ class PageCopies:
         self._parts = list(parts)
         """The tensors, which live as long as their addresses are in use here."""
         self._described = (_PagePart * len(self._parts))(*(_described(*part) for part in self._parts))
-        self._num_pages = min(len(tensor) for part in self._parts for tensor in part)
+        self._nums_pages = [
+            min((len(tensor) for tensor in side), default=0) for side in zip(*self._parts, strict=True)
+        ]
+        """Pages that all first tensors have, and all second ones."""
         self._copy = library.code.copy_pages
-        self._copy.argtypes = (c_void_p, c_int64, c_void_p, c_int64)
+        self._copy.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64)
         self.page_bytes = sum(part.num_bytes for part in self._described)
         """Bytes of a page, all parts together."""
 
-    def copy(self, pages: Sequence[int]) -> None:
-        """Copy `pages`. Blocking, without the interpreter's lock. Raises IndexError for other numbers."""
-        if pages and not 0 <= min(pages) <= max(pages) < self._num_pages:
-            raise IndexError(f"pages {min(pages)} to {max(pages)} of {self._num_pages}")
-        numbers = np.array(pages, np.int64)
-        self._copy(self._described, len(self._described), numbers.ctypes.data, len(numbers))
+    def copy(
+        self, sources: Sequence[int], targets: Sequence[int] | None = None, parts: range | None = None
+    ) -> None:
+        """Copy the pages `sources` to `targets`, as many; None: under the same numbers.
+
+        `parts` are those to copy, consecutive ones; None: all. Blocking, without the interpreter's lock.
+        Raises IndexError for other numbers.
+        """
+        parts = range(len(self._parts)) if parts is None else parts
+        if not (sources and parts):
+            return
+        numbers = [sources, sources if targets is None else targets]
+        for pages, num_pages in zip(numbers, self._nums_pages, strict=True):
+            if not 0 <= min(pages) <= max(pages) < num_pages:
+                raise IndexError(f"pages {min(pages)} to {max(pages)} of {num_pages}")
+        of_sources, of_targets = (np.array(pages, np.int64) for pages in numbers)
+        if len(of_sources) != len(of_targets) or not 0 <= parts.start < parts.stop <= len(self._parts):
+            raise IndexError(f"{len(of_sources)} pages to {len(of_targets)}, {parts} of {len(self._parts)}")
+        first = ctypes.byref(self._described, parts.start * ctypes.sizeof(_PagePart))
+        self._copy(first, len(parts), of_sources.ctypes.data, of_targets.ctypes.data, len(of_sources))
 
 
 def _described(source: torch.Tensor, target: torch.Tensor) -> _PagePart:

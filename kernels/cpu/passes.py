@@ -46,12 +46,13 @@ def write_pass(
     kv_lens: Sequence[int],
     page_tables: Sequence[np.ndarray],
     page_size: int,
-) -> None:
-    """Write the description of a pass into `ints` (int32), which must have room for it."""
+) -> int:
+    """Write the description of a pass into `ints` (int32), which must have room for it. Returns its bytes."""
     tables = [table[: -(-kv_len // page_size)] for table, kv_len in zip(page_tables, kv_lens, strict=True)]
     header = [len(query_lens), sum(map(len, tables)), layers.start, layers.stop]
     described = np.concatenate([header, query_lens, kv_lens, *tables], dtype=np.int32, casting="unsafe")
     ints[: len(described)] = described
+    return described.nbytes
 
 
 def read_pass(ints: np.ndarray, number: int, page_size: int) -> HostedPass:

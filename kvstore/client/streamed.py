@@ -15,10 +15,10 @@ from kvstore.client.connections import CopyLayers, PoolConnection, PoolURL, Remo
 from kvstore.protocol.answers import Connected, Done, FromRemotePool, GotBlocks, Located, Stats
 from kvstore.protocol.calls import Connect, GetBlocks, GetStats, Lookup, Notice, PutBlocks
 from kvstore.protocol.frames import SMALL_BYTES, FrameBuffer, encode_frame
-from kvstore.protocol.greeting import Challenge, Greeting, GreetingClient, Proof
 from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums, layer_checksums
 from mooncake.errors import ConfigError, PoolError
 from mooncake.messages.blocks import BlockKey
+from mooncake.security.greeting import POOL, Challenge, Greeting, GreetingClient, Proof
 from mooncake.security.keys import ClusterKey
 
 _DECODER = msgspec.msgpack.Decoder(FromRemotePool)
@@ -72,7 +72,7 @@ class StreamedConnection(PoolConnection):
         Gives up after `timeout_s` seconds.
         """
         due_s = time.monotonic() + timeout_s
-        client = GreetingClient(key)
+        client = GreetingClient(key, POOL)
         self.notify(client.greeting)
         while (room := self._room_for_message()) is not None:
             if time.monotonic() > due_s:

@@ -4,7 +4,7 @@ A block is received straight into its page and sealed when it has been verified.
 its page, under a lease. Lengths are checked before anything is done. A client that stalls in the middle of a
 transfer, or is silent while pages are reserved for it, loses its connection.
 
-The connection of an unauthenticated peer is closed and counted (`kvstore.protocol.greeting`).
+The connection of an unauthenticated peer is closed and counted (`mooncake.security.greeting`).
 
 Owns: the connections of remote clients. Does not know: how pages are found.
 """
@@ -32,7 +32,6 @@ from kvstore.protocol.calls import (
     ToRemotePool,
 )
 from kvstore.protocol.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
-from kvstore.protocol.greeting import Greeting, GreetingPool, Proof
 from kvstore.server.client_session import ClientSession
 from kvstore.server.stalls import StallWatch, longest_s
 from kvstore.server.store import Store
@@ -43,6 +42,7 @@ from messenger.transport.transports import Traffic
 from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
 from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
 from mooncake.messages.blocks import BlockKey
+from mooncake.security.greeting import POOL, Greeting, GreetingServer, Proof
 from mooncake.security.keys import ClusterKey
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class _Client:
         try:
             async with asyncio.timeout(timeout_s):
                 greeting, _ = await self._next(_GREETING_DECODER)
-                pool = GreetingPool(key, greeting)
+                pool = GreetingServer(key, POOL, greeting)
                 await self._stream.send([encode_frame(pool.challenge)])
                 proof, _ = await self._next(_PROOF_DECODER)
         except (OSError, PoolError) as error:

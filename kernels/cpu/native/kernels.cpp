@@ -76,25 +76,28 @@ extern "C" void set_num_threads(int num_threads) { idle_cores().set_num_threads(
 extern "C" void be_guest() { idle_cores().be_guest(); }
 extern "C" uint32_t num_placements() { return idle_cores().placements(); }
 
-extern "C" void copy_pages(const PagePart* parts, int64_t num_parts, const int64_t* pages, int64_t num_pages) {
-    for (int64_t i = 0; i < num_parts; i++) copy_pages_of(parts[i], pages, num_pages);
+extern "C" void copy_pages(const PagePart* parts, int64_t num_parts, const int64_t* sources, const int64_t* targets,
+                           int64_t num_pages) {
+    for (int64_t i = 0; i < num_parts; i++) copy_pages_of(parts[i], sources, targets, num_pages);
 }
 extern "C" void take_memory(char* const* memory, int64_t num_tensors, int64_t num_bytes) {
     for (int64_t i = 0; i < num_tensors; i++) take_memory_of(memory[i], num_bytes);
 }
 
-// Of an exchange with a helper (moved_heads.h), by both sides.
+// Of an exchange with a helper (mailbox.h), by both sides.
+extern "C" void connect_mailbox(Mailbox* mailbox, uint64_t num_bytes, int descriptor, int64_t timeout_ms) {
+    mailbox->wire = {num_bytes, descriptor, timeout_ms, {}, 0};
+}
 extern "C" uint32_t passes_begun(Mailbox* mailbox) { return mailbox->begun.load(); }
-extern "C" void begin_pass(Mailbox* mailbox) {
-    mailbox->begun.fetch_add(1);
-    wake_other(mailbox->begun);
+extern "C" void show_rows(Mailbox* mailbox, uint64_t offset, uint64_t num_bytes) { show(*mailbox, offset, num_bytes); }
+extern "C" void begin_pass(Mailbox* mailbox, uint64_t offset, uint64_t num_bytes) {
+    count_up(*mailbox, mailbox->begun, offset, num_bytes);
 }
 extern "C" int await_pass(Mailbox* mailbox, uint32_t number) {
     return wait_other(*mailbox, mailbox->begun, [=](uint32_t begun) { return begun != number; });
 }
-extern "C" void answer_pass(Mailbox* mailbox) {
-    mailbox->answered.fetch_add(1);
-    wake_other(mailbox->answered);
+extern "C" void answer_pass(Mailbox* mailbox, uint64_t offset, uint64_t num_bytes) {
+    count_up(*mailbox, mailbox->answered, offset, num_bytes);
 }
 extern "C" int await_answer(Mailbox* mailbox, uint32_t number, int64_t timeout_ms) {
     return wait_answer(*mailbox, number, timeout_ms);

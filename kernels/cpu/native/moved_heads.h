@@ -1,69 +1,17 @@
-// Attention of some KV heads in another process, the *helper*, over memory that both processes share.
+// Attention of some KV heads in another process, the *helper*, through a mailbox.
 //
-// Per layer the owner of the sequences puts the moved heads' queries, keys and values there, computes its own heads'
+// Per layer the owner of the sequences puts the moved heads' queries, keys and values into it, computes its own heads'
 // attention, and takes the results; the helper writes keys and values to the pages that it hosts, and attends. Heads do not
 // depend on each other: each result has the bits that the owner would have computed.
 //
-// Owns: the order of these steps, waits. Does not know: who the other process is, how a batch is described to it.
+// Owns: the order of these steps. Does not know: who the other process is, how a batch is described to it.
 #pragma once
 
 #include "attention.h"
 #include "elementwise.h"
+#include "mailbox.h"
 
 namespace {
-
-constexpr auto EXCHANGE_PATIENCE = std::chrono::microseconds(50);
-// A waiter looks so often whether the other side has closed, should its wake have been missed.
-constexpr timespec EXCHANGE_LOOK = {0, 100'000'000};
-
-// The beginning of the shared memory. Only the owner counts up `begun` and `asked`, only the helper `answered` and `computed`.
-struct Mailbox {
-    alignas(64) std::atomic<uint32_t> begun;     // passes that are described
-    alignas(64) std::atomic<uint32_t> asked;     // layers
-    alignas(64) std::atomic<uint32_t> answered;  // layers: equal to `asked`, or one less
-    alignas(64) std::atomic<uint32_t> closed;    // 1 when one side has ended the exchange
-    alignas(64) std::atomic<uint32_t> computed;  // layers of passes that are answered as a whole
-};
-
-// Unlike in idle_cores.h the waiter is in another process.
-INLINE void wake_other(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
-
-// False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`. `is_due` may put `end` off.
-template <class F>
-bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due, const Clock::time_point& end = Clock::time_point::max()) {
-    const auto began = Clock::now();
-    for (uint32_t value; !is_due(value = word.load(std::memory_order_acquire));) {
-        const auto now = Clock::now();
-        if (mailbox.closed.load() || now > end) return false;
-        if (now - began < EXCHANGE_PATIENCE) {
-            _mm_pause();
-        } else {
-            syscall(SYS_futex, &word, FUTEX_WAIT, value, &EXCHANGE_LOOK, nullptr, 0);
-        }
-    }
-    return true;
-}
-
-// False when the exchange is closed, or the helper takes that time for a layer, before so many passes are answered as a whole
-// (hosted_layers.py).
-inline bool wait_answer(Mailbox& mailbox, uint32_t number, int64_t timeout_ms) {
-    const uint32_t num_ahead = mailbox.begun.load() - number;  // passes behind this one, which may be answered too
-    const auto layer_end = [=] { return Clock::now() + std::chrono::milliseconds(timeout_ms); };
-    auto end = layer_end();
-    uint32_t computed = mailbox.computed.load();
-    const auto is_answered = [&](uint32_t answered) {
-        const uint32_t before = computed;
-        computed = mailbox.computed.load();
-        if (computed != before) end = layer_end();
-        return answered - number <= num_ahead;
-    };
-    return wait_other(mailbox, mailbox.answered, is_answered, end);
-}
-
-inline void close_exchange(Mailbox& mailbox) {
-    mailbox.closed.store(1);
-    for (std::atomic<uint32_t>* word : {&mailbox.begun, &mailbox.asked, &mailbox.answered}) wake_other(*word);
-}
 
 // The owner's side. moved_heads.py has the same structure. `asked` has a row for each token: the moved heads' queries, keys
 // and values; `answers` their attention, [tokens, num_heads, head_dim].
@@ -86,8 +34,7 @@ struct Exchange {
             to = std::copy(end + all_kv - moved_kv, end + all_kv, to);
             to = std::copy(end + 2 * all_kv - moved_kv, end + 2 * all_kv, to);
         }
-        mailbox->asked.fetch_add(1);
-        wake_other(mailbox->asked);
+        count_up(*mailbox, mailbox->asked, asked, uint64_t(to - asked) * sizeof(T));
     }
 
     // Puts the results behind those of the heads that were not moved, of rows of `out_stride`. False if none come.
@@ -128,8 +75,7 @@ bool host_layers(Mailbox& mailbox, uint32_t number, const HostedLayer<T>* layers
             }
         }
         attend_any(Attention<T>{asked, row, layers[i].kv, answers, queries, nullptr}, batch);
-        mailbox.answered.store(answered + 1, std::memory_order_release);
-        wake_other(mailbox.answered);
+        count_up(mailbox, mailbox.answered, answers, uint64_t(num_tokens * queries) * sizeof(T));
     }
     return true;
 }

@@ -17,16 +17,16 @@
 
 namespace {
 
-// Where a page's part lies in both arrangements: that of page p begins p strides behind the first page's.
+// Where a page's part lies in both arrangements: that of page p of an arrangement begins p strides behind the first page's.
 struct PagePart {
     const char* source;
     char* target;
     int64_t source_stride, target_stride, num_bytes;
 };
 
-inline void copy_pages_of(const PagePart& part, const int64_t* pages, int64_t num_pages) {
+inline void copy_pages_of(const PagePart& part, const int64_t* sources, const int64_t* targets, int64_t num_pages) {
     for (int64_t i = 0; i < num_pages; i++)
-        memcpy(part.target + pages[i] * part.target_stride, part.source + pages[i] * part.source_stride, part.num_bytes);
+        memcpy(part.target + targets[i] * part.target_stride, part.source + sources[i] * part.source_stride, part.num_bytes);
 }
 
 // Allocates memory that begins with a huge page. A huge page at a time: other threads that change the address space

@@ -1,5 +1,7 @@
 """The mailbox of hosted layers: passes are answered in order, some at a time, and not for ever."""
 
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from kernels.cpu.hosted_layers import NUM_SLOTS, LayersHelper, LayersOwner, LayersShape
-from kernels.cpu.mailbox import HelperLost
+from kernels.cpu.mailbox import COUNTERS_BYTES, HelperLost, Wire
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import SUPPORTED, library_of
 from tests.kernels.cpu.test_layer import COMPUTED_BYTE
@@ -18,12 +20,23 @@ from tests.kernels.cpu.test_layer import COMPUTED_BYTE
 PAGE_SIZE, HIDDEN = 8, 16
 SHAPE = LayersShape(num_tokens=6, num_sequences=3, num_pages=8, hidden_size=HIDDEN, dtype=torch.float32)
 LAYERS = range(2, 5)
+WIRED = pytest.mark.parametrize("is_wired", [False, True], ids=["shared", "stream"])
 
 
 def mailbox(
-    timeout_s: float = DEADLINE_S, memory: torch.Tensor | None = None
+    timeout_s: float = DEADLINE_S,
+    memory: torch.Tensor | None = None,
+    shape: LayersShape = SHAPE,
+    *,
+    is_wired: bool = False,
 ) -> tuple[LayersOwner, LayersHelper]:
+    """Both ends of one mailbox in `memory`, or of two that a stream connects."""
     library = library_of(SUPPORTED[0])
+    if is_wired:
+        near, far = socket.socketpair()
+        here, there = (torch.zeros(shape.size_bytes, dtype=torch.uint8) for _ in range(2))
+        owner = LayersOwner(library, here, shape, timeout_s, Wire(near, timeout_s))
+        return owner, LayersHelper(library, there, shape, PAGE_SIZE, Wire(far, None))
     memory = torch.zeros(SHAPE.size_bytes, dtype=torch.uint8) if memory is None else memory
     return (
         LayersOwner(library, memory, SHAPE, timeout_s),
@@ -63,8 +76,9 @@ def ask(
     return owner.ask(layers, query_lens, kv_lens, tables, PAGE_SIZE, hidden)
 
 
-def test_passes_are_answered_in_their_order_while_others_are_in_flight() -> None:
-    owner, helper = mailbox()
+@WIRED
+def test_passes_are_answered_in_their_order_while_others_are_in_flight(*, is_wired: bool) -> None:
+    owner, helper = mailbox(is_wired=is_wired)
     with hosting(helper, may_answer := threading.Semaphore(0)) as seen:
         asked, answered = [], []
         for value in range(10):
@@ -79,11 +93,12 @@ def test_passes_are_answered_in_their_order_while_others_are_in_flight() -> None
     assert seen[:2] == [(LAYERS, [3], [24], [[0, 1, 2]]), (LAYERS, [1, 2], [9, 2], [[0, 1], [0]])]
 
 
-def test_a_pass_without_a_helper_ends_when_the_mailbox_is_closed_or_time_is_over() -> None:
-    silent, _ = mailbox(timeout_s=0.01)
+@WIRED
+def test_a_pass_without_a_helper_ends_when_the_mailbox_is_closed_or_time_is_over(*, is_wired: bool) -> None:
+    silent, _silent_helper = mailbox(timeout_s=0.01, is_wired=is_wired)
     with pytest.raises(HelperLost):
         silent.take(ask(silent, [1], [1], 0.0))
-    closed, helper = mailbox(timeout_s=100 * DEADLINE_S)
+    closed, helper = mailbox(timeout_s=100 * DEADLINE_S, is_wired=is_wired)
     timer = threading.Timer(0.05, helper.close)
     timer.start()
     with pytest.raises(HelperLost):
@@ -138,8 +153,9 @@ def test_a_pass_that_is_longer_than_the_mailbox_is_refused() -> None:
             ask(owner, query_lens, kv_lens, 0.0)
 
 
-def test_an_answer_that_was_not_taken_is_not_overwritten() -> None:
-    owner, helper = mailbox()
+@WIRED
+def test_an_answer_that_was_not_taken_is_not_overwritten(*, is_wired: bool) -> None:
+    owner, helper = mailbox(is_wired=is_wired)
     with hosting(helper, threading.Semaphore(9)):
         first = ask(owner, [1], [1], 0.0)
         for _ in range(NUM_SLOTS - 1):
@@ -148,3 +164,43 @@ def test_an_answer_that_was_not_taken_is_not_overwritten() -> None:
             ask(owner, [1], [1], 7.0)
         assert torch.equal(owner.take(first), torch.ones(1, HIDDEN))
         assert torch.equal(owner.take(ask(owner, [1], [1], 7.0)), torch.full((1, HIDDEN), 8.0))
+
+
+def test_long_passes_cross_in_a_stream_that_has_room_for_neither() -> None:
+    shape = LayersShape(1 << 14, 3, 1 << 12, HIDDEN, torch.float32)
+    owner, helper = mailbox(shape=shape, is_wired=True)
+    num_tokens = shape.num_tokens  # 1 MiB each way, more than both sockets hold
+    with hosting(helper, threading.Semaphore(9)):
+        asked = [ask(owner, [num_tokens], [num_tokens], value) for value in range(NUM_SLOTS)]
+        for value, number in enumerate(asked):
+            assert torch.equal(owner.take(number), torch.full((num_tokens, HIDDEN), value + 1.0))
+
+
+def test_a_helper_that_takes_nothing_from_the_stream_counts_as_lost() -> None:
+    shape = LayersShape(1 << 14, 3, 1 << 12, HIDDEN, torch.float32)
+    owner, _helper = mailbox(0.05, shape=shape, is_wired=True)
+    with pytest.raises(HelperLost):
+        owner.take(ask(owner, [shape.num_tokens], [shape.num_tokens], 1.0))
+
+
+@pytest.mark.parametrize(
+    ("counter", "offset", "num_bytes"),
+    [
+        (0, 0, 8),
+        (0, COUNTERS_BYTES - 1, 1),
+        (0, SHAPE.size_bytes, 1),
+        (0, COUNTERS_BYTES, SHAPE.size_bytes),
+        (0, SHAPE.size_bytes + 1, 0),
+        (0, COUNTERS_BYTES, (1 << 64) - COUNTERS_BYTES),
+        (4, COUNTERS_BYTES, 0),
+    ],
+)
+def test_a_frame_that_does_not_fit_ends_the_exchange(counter: int, offset: int, num_bytes: int) -> None:
+    near, far = socket.socketpair()
+    memory = torch.zeros(SHAPE.size_bytes, dtype=torch.uint8)
+    helper = LayersHelper(library_of(SUPPORTED[0]), memory, SHAPE, PAGE_SIZE, Wire(far, None))
+    with near:
+        near.sendall(struct.pack("=IIQQ", counter, 1, offset, num_bytes))
+        assert helper.await_pass() is None
+    assert helper.is_closed
+    assert not memory[COUNTERS_BYTES:].any()

@@ -1,5 +1,6 @@
 """Layers whose last KV heads a helper has, against the same layers in one place: the same bits."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.elementwise import Slots
 from kernels.cpu.layer import Layer, run_layers
 from kernels.cpu.library import Isa, Library
-from kernels.cpu.mailbox import HelperLost
+from kernels.cpu.mailbox import HelperLost, Wire
 from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, MailboxShape
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
@@ -27,6 +28,8 @@ ANSWERED_BYTE = 128
 """Offset of the counter of answers in a mailbox."""
 QUERY_LENS, KV_LENS = (1, 3, 1, 21), (30, 9, 5, 21)
 TABLES = [np.array(pages) for pages in ([5, 3, 0, 9], [1, 11], [7], [2, 10, 4])]
+
+WIRED = pytest.mark.parametrize("is_wired", [False, True], ids=["shared", "stream"])
 
 
 class Pages:
@@ -66,11 +69,19 @@ def mailbox(
     dtype: torch.dtype,
     timeout_s: float = DEADLINE_S,
     memory: torch.Tensor | None = None,
+    *,
+    is_wired: bool = False,
 ) -> tuple[HeadsOwner, HeadsHelper]:
+    """Both ends of one mailbox in `memory`, or of two that a stream connects."""
     shape = shape_of(dtype)
     memory = torch.zeros(shape.size_bytes, dtype=torch.uint8) if memory is None else memory
-    helper = HeadsHelper(library, memory, shape, pages.moved, WINDOWS)
-    return HeadsOwner(library, memory, shape, timeout_s), helper
+    if not is_wired:
+        helper = HeadsHelper(library, memory, shape, pages.moved, WINDOWS)
+        return HeadsOwner(library, memory, shape, timeout_s), helper
+    near, far = socket.socketpair()
+    owner = HeadsOwner(library, memory, shape, timeout_s, Wire(near, timeout_s))
+    there = torch.zeros_like(memory)
+    return owner, HeadsHelper(library, there, shape, pages.moved, WINDOWS, Wire(far, None))
 
 
 @contextmanager
@@ -109,12 +120,15 @@ class Layers:
         return run_layers(layers, self.hidden, slots(), workspace, moved)
 
 
+@WIRED
 @on_every_isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_pass_has_the_bits_of_all_heads_in_one_place(isa: Isa, dtype: torch.dtype) -> None:
+def test_a_pass_has_the_bits_of_all_heads_in_one_place(
+    isa: Isa, dtype: torch.dtype, *, is_wired: bool
+) -> None:
     layers, pages = Layers(library_of(isa), dtype), Pages(dtype)
     expected = layers.run(pages.whole)
-    owner, helper = mailbox(layers.library, pages, dtype)
+    owner, helper = mailbox(layers.library, pages, dtype, is_wired=is_wired)
     with hosting(helper):
         assert torch.equal(layers.run(pages.kept, owner), expected)
         assert torch.equal(layers.run(pages.kept, owner), expected), "the same slots are written again"
@@ -130,12 +144,15 @@ def test_a_pass_may_have_the_last_layers_alone() -> None:
         assert torch.equal(layers.run(pages.kept, owner, first=1), expected)
 
 
-def test_a_pass_without_a_helper_ends_when_the_mailbox_is_closed_or_time_is_over() -> None:
+@WIRED
+def test_a_pass_without_a_helper_ends_when_the_mailbox_is_closed_or_time_is_over(*, is_wired: bool) -> None:
     layers, pages = Layers(library_of(SUPPORTED[0]), torch.float32), Pages(torch.float32)
-    silent, _ = mailbox(layers.library, pages, torch.float32, timeout_s=0.05)
+    silent, _silent_helper = mailbox(layers.library, pages, torch.float32, timeout_s=0.05, is_wired=is_wired)
     with pytest.raises(HelperLost):
         layers.run(pages.kept, silent)
-    closed, helper = mailbox(layers.library, pages, torch.float32, timeout_s=100 * DEADLINE_S)
+    closed, helper = mailbox(
+        layers.library, pages, torch.float32, timeout_s=100 * DEADLINE_S, is_wired=is_wired
+    )
     timer = threading.Timer(0.05, helper.close)
     timer.start()
     began_s = time.monotonic()
@@ -160,10 +177,11 @@ def test_a_helper_that_goes_on_after_its_loss_gets_no_pass() -> None:
             layers.run(pages.kept, owner)
 
 
-def test_a_pass_that_is_given_up_does_not_disturb_the_next_one() -> None:
+@WIRED
+def test_a_pass_that_is_given_up_does_not_disturb_the_next_one(*, is_wired: bool) -> None:
     layers, pages = Layers(library_of(SUPPORTED[0]), torch.float32), Pages(torch.float32)
     expected = layers.run(pages.whole)
-    owner, helper = mailbox(layers.library, pages, torch.float32)
+    owner, helper = mailbox(layers.library, pages, torch.float32, is_wired=is_wired)
     with hosting(helper):
         owner.begin(range(NUM_LAYERS), [1], [1], [np.array([0])], PAGE_SIZE)
         assert torch.equal(layers.run(pages.kept, owner), expected)

@@ -36,9 +36,21 @@ def test_pages_that_one_of_the_tensors_does_not_have_are_refused() -> None:
     whole, fewer = torch.zeros((9, 3, 2)), torch.zeros((8, 3, 2))
     copies = PageCopies(LIBRARY, [(whole, fewer)])
     copies.copy([])
-    for pages in ([8], [0, -1]):
-        with pytest.raises(IndexError, match="of 8"):
+    for pages, told in (([8], "8 to 8 of 8"), ([0, -1], "-1 to 0 of 9")):
+        with pytest.raises(IndexError, match=told):
             copies.copy(pages)
+    with pytest.raises(IndexError, match="2 pages to 1"):
+        copies.copy([0, 1], [2])
+
+
+def test_some_parts_of_pages_are_copied_to_other_numbers() -> None:
+    first, second = random((9, 3, 2), torch.float32), random((9, 3, 2), torch.float32, 1)
+    staged = torch.zeros((2, 4, 3, 2))
+    copies = PageCopies(LIBRARY, [(first, staged[0]), (second, staged[1])])
+    copies.copy([7, 0, 3], range(1, 4), range(1, 2))
+    assert torch.equal(staged[1, 1:], second[[7, 0, 3]])
+    assert not staged[0].any()
+    assert not staged[1, 0].any()
 
 
 def test_tensors_whose_pages_are_not_alike_are_refused() -> None:

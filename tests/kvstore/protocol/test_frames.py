@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvstore.protocol.answers import GotBlocks
 from kvstore.protocol.calls import MAX_MESSAGE_BYTES, Lookup, PutBlocks
 from kvstore.protocol.frames import MAX_GREETING_BYTES, FrameBuffer, encode_frame, max_keys
-from kvstore.protocol.greeting import Greeting
 from mooncake.errors import PoolError
+from mooncake.security.greeting import Greeting
 
 
 @given(

@@ -19,7 +19,6 @@ from kvstore.client.client import KVCachePool
 from kvstore.protocol.answers import Connected
 from kvstore.protocol.calls import Connect
 from kvstore.protocol.frames import MAX_GREETING_BYTES, FrameBuffer, encode_frame
-from kvstore.protocol.greeting import Challenge, Greeting, GreetingClient, GreetingPool, Proof
 from kvstore.server.remote import serve_client
 from messenger.receiver import receiver
 from messenger.receiver.receiver import UnauthenticatedPeers
@@ -27,6 +26,7 @@ from messenger.transport.stream import Stream
 from messenger.transport.transports import Traffic
 from mooncake.errors import ConfigError, PoolError
 from mooncake.messages.pools import MessengerAddress
+from mooncake.security.greeting import POOL, Challenge, Greeting, GreetingClient, GreetingServer, Proof
 from mooncake.security.keys import ClusterKey
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import Pool, Pools, block_of, buffers, key_file_in, keys_of, until
@@ -42,24 +42,24 @@ ADDRESS = MessengerAddress("here", 1, "host", "", (), ("", ""))
 
 
 def test_both_ends_with_the_key_are_satisfied() -> None:
-    client = GreetingClient(CLUSTER_KEY)
-    pool = GreetingPool(CLUSTER_KEY, client.greeting)
+    client = GreetingClient(CLUSTER_KEY, POOL)
+    pool = GreetingServer(CLUSTER_KEY, POOL, client.greeting)
     proof = client.answer(pool.challenge)
     assert proof is not None
     assert pool.admits(proof)
 
 
 def test_pool_with_another_key_is_given_no_proof() -> None:
-    client = GreetingClient(CLUSTER_KEY)
-    assert client.answer(GreetingPool(WRONG_KEY, client.greeting).challenge) is None
+    client = GreetingClient(CLUSTER_KEY, POOL)
+    assert client.answer(GreetingServer(WRONG_KEY, POOL, client.greeting).challenge) is None
 
 
 def test_proof_is_of_use_on_no_other_connection() -> None:
-    client, other = GreetingClient(CLUSTER_KEY), GreetingClient(CLUSTER_KEY)
-    pool = GreetingPool(CLUSTER_KEY, client.greeting)
+    client, other = GreetingClient(CLUSTER_KEY, POOL), GreetingClient(CLUSTER_KEY, POOL)
+    pool = GreetingServer(CLUSTER_KEY, POOL, client.greeting)
     proof = client.answer(pool.challenge)
     assert proof is not None
-    assert not GreetingPool(CLUSTER_KEY, client.greeting).admits(proof)
+    assert not GreetingServer(CLUSTER_KEY, POOL, client.greeting).admits(proof)
     assert other.answer(pool.challenge) is None
 
 
@@ -67,7 +67,7 @@ def test_proof_of_one_side_is_none_of_the_other_even_with_the_same_nonces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(secrets, "token_bytes", bytes)
-    pool = GreetingPool(CLUSTER_KEY, GreetingClient(CLUSTER_KEY).greeting)
+    pool = GreetingServer(CLUSTER_KEY, POOL, GreetingClient(CLUSTER_KEY, POOL).greeting)
     assert not pool.admits(Proof(pool.challenge.proof))
 
 
@@ -138,34 +138,34 @@ def hangs_up(sock: socket.socket) -> None:
 def drips(sock: socket.socket) -> None:
     """Never stops for long, and never ends his greeting."""
     pause = threading.Event()
-    for byte in encode_frame(GreetingClient(CLUSTER_KEY).greeting)[:-1]:
+    for byte in encode_frame(GreetingClient(CLUSTER_KEY, POOL).greeting)[:-1]:
         sock.sendall(bytes([byte]))
         pause.wait(0.02)
 
 
 def greets_and_falls_silent(sock: socket.socket) -> None:
-    challenge_on(sock, GreetingClient(CLUSTER_KEY).greeting)
+    challenge_on(sock, GreetingClient(CLUSTER_KEY, POOL).greeting)
 
 
 def greets_and_hangs_up(sock: socket.socket) -> None:
-    challenge_on(sock, GreetingClient(CLUSTER_KEY).greeting)
+    challenge_on(sock, GreetingClient(CLUSTER_KEY, POOL).greeting)
     sock.shutdown(socket.SHUT_WR)
 
 
 def has_another_key(sock: socket.socket) -> None:
-    client = GreetingClient(WRONG_KEY)
+    client = GreetingClient(WRONG_KEY, POOL)
     nonce = challenge_on(sock, client.greeting).nonce
     proof = Proof(WRONG_KEY.proof(b"pool client", nonce, client.greeting.nonce))
     sock.sendall(encode_frame(proof) + encode_frame(CONNECT))
 
 
 def throws_the_proof_back(sock: socket.socket) -> None:
-    challenge = challenge_on(sock, GreetingClient(CLUSTER_KEY).greeting)
+    challenge = challenge_on(sock, GreetingClient(CLUSTER_KEY, POOL).greeting)
     sock.sendall(encode_frame(Proof(challenge.proof)) + encode_frame(CONNECT))
 
 
 def connects_without_a_proof(sock: socket.socket) -> None:
-    challenge_on(sock, GreetingClient(CLUSTER_KEY).greeting)
+    challenge_on(sock, GreetingClient(CLUSTER_KEY, POOL).greeting)
     sock.sendall(encode_frame(CONNECT))
 
 
@@ -173,7 +173,7 @@ def sends(data: bytes) -> Callable[[socket.socket], None]:
     return lambda sock: sock.sendall(data)
 
 
-GREETING = GreetingClient(CLUSTER_KEY).greeting
+GREETING = GreetingClient(CLUSTER_KEY, POOL).greeting
 LARGEST = struct.pack("<IQ", MAX_GREETING_BYTES, 0) + b"\xc1" * MAX_GREETING_BYTES
 STRANGERS: dict[str, Callable[[socket.socket], None]] = {
     "says nothing": says_nothing,
@@ -217,7 +217,7 @@ def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
 
 
 def connects(sock: socket.socket) -> None:
-    client = GreetingClient(CLUSTER_KEY)
+    client = GreetingClient(CLUSTER_KEY, POOL)
     proof = client.answer(challenge_on(sock, client.greeting))
     assert proof is not None
     sock.sendall(encode_frame(proof) + encode_frame(CONNECT))  # in one piece
@@ -232,7 +232,9 @@ def test_who_has_the_key_is_heard_and_not_counted() -> None:
 def test_nobody_is_heard_while_too_many_have_not_said_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "MOST_UNKNOWN", 0)
     door = ServedPool(timeout_s=DEADLINE_S)
-    assert door.visit(sends(encode_frame(GreetingClient(CLUSTER_KEY).greeting))) == b""  # and no challenge
+    assert (
+        door.visit(sends(encode_frame(GreetingClient(CLUSTER_KEY, POOL).greeting))) == b""
+    )  # and no challenge
     assert (door.num_admitted, door.traffic.num_unauthenticated) == (0, 1)
 
 
@@ -240,7 +242,7 @@ def test_who_has_the_key_and_then_falls_silent_is_no_stranger() -> None:
     door = ServedPool(timeout_s=3.0)
 
     def prove(sock: socket.socket) -> None:
-        client = GreetingClient(CLUSTER_KEY)
+        client = GreetingClient(CLUSTER_KEY, POOL)
         proof = client.answer(challenge_on(sock, client.greeting))
         assert proof is not None
         sock.sendall(encode_frame(proof))
@@ -271,7 +273,7 @@ def num_unauthenticated(client: KVCachePool) -> int:
 def test_conversation_of_an_earlier_connection_opens_nothing(pool: Pool) -> None:
     with pool.client() as client:
         before = num_unauthenticated(client)
-        visiting = GreetingClient(CLUSTER_KEY)
+        visiting = GreetingClient(CLUSTER_KEY, POOL)
         with connection_to(pool) as sock:
             proof = visiting.answer(challenge_on(sock, visiting.greeting))
             assert proof is not None
@@ -371,11 +373,13 @@ class Impostor:
 
 
 def answers_under_another_key(sock: socket.socket, greeting: Greeting) -> None:
-    sock.sendall(encode_frame(GreetingPool(WRONG_KEY, greeting).challenge))
+    sock.sendall(encode_frame(GreetingServer(WRONG_KEY, POOL, greeting).challenge))
 
 
 def answers_as_on_another_connection(sock: socket.socket, greeting: Greeting) -> None:
-    sock.sendall(encode_frame(GreetingPool(CLUSTER_KEY, GreetingClient(CLUSTER_KEY).greeting).challenge))
+    sock.sendall(
+        encode_frame(GreetingServer(CLUSTER_KEY, POOL, GreetingClient(CLUSTER_KEY, POOL).greeting).challenge)
+    )
 
 
 @pytest.mark.parametrize("speak", [answers_under_another_key, answers_as_on_another_connection])
@@ -406,7 +410,7 @@ def test_what_no_pool_answers_to_a_greeting_is_an_error(tmp_path: Path, answer: 
 def test_pool_that_drips_is_given_up(tmp_path: Path) -> None:
     def drip(sock: socket.socket, greeting: Greeting) -> None:
         pause = threading.Event()
-        for byte in encode_frame(GreetingPool(CLUSTER_KEY, greeting).challenge):
+        for byte in encode_frame(GreetingServer(CLUSTER_KEY, POOL, greeting).challenge):
             sock.sendall(bytes([byte]))
             pause.wait(0.02)
 

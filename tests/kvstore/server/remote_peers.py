@@ -15,9 +15,9 @@ from kvstore.protocol.calls import (
     PutBlocks,
 )
 from kvstore.protocol.frames import FrameBuffer, encode_frame
-from kvstore.protocol.greeting import Challenge, GreetingClient
 from messenger.wire.checksums import layer_checksums
 from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.security.greeting import POOL, Challenge, GreetingClient
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import (
     Pool,
@@ -34,7 +34,7 @@ class Peer:
     def __init__(self, address: tuple[str, int], layout: KVLayout = LAYOUT, *, greet: bool = True) -> None:
         self.sock = socket.create_connection(address, DEADLINE_S)
         self._frames = FrameBuffer()
-        client = GreetingClient(CLUSTER_KEY)
+        client = GreetingClient(CLUSTER_KEY, POOL)
         self.send(client.greeting)
         self._fill()
         proof = client.answer(msgspec.msgpack.decode(self._frames.take_message()[0], type=Challenge))

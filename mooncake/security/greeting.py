@@ -1,11 +1,11 @@
-"""Mutual authentication of a pool and a client on another host, by the cluster's key.
+"""Messages of the mutual proof (`proofs`) of two processes that both have the cluster's key.
 
-    client                                            pool
+    client                                            server
     Greeting(nonce)                           ->
                                               <-      Challenge(nonce, proof)
     Proof(proof)                              ->      only then anything else
 
-Owns: the greeting messages. Does not know: sockets, later messages.
+Owns: these messages, the labels of each kind of connection. Does not know: sockets, later messages.
 """
 
 from typing import Annotated
@@ -14,11 +14,14 @@ import msgspec
 
 from mooncake.security import proofs
 from mooncake.security.keys import ClusterKey
-from mooncake.security.proofs import NONCE_BYTES
+from mooncake.security.proofs import NONCE_BYTES, Labels
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
-_LABELS = proofs.Labels(connecting=b"pool client", accepting=b"pool")
+POOL = Labels(connecting=b"pool client", accepting=b"pool")
+"""The labels of a connection from a client on another host to a pool."""
+MODULES = Labels(connecting=b"modules owner", accepting=b"modules helper")
+"""The labels of a connection from an owner of modules to a helper on another host."""
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
@@ -28,7 +31,7 @@ class Greeting(msgspec.Struct, tag=True, frozen=True):
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """The pool's proof that it knows the cluster's key. Answered by `Proof`."""
+    """The server's proof that it knows the cluster's key. Answered by `Proof`."""
 
     nonce: Nonce
     proof: bytes
@@ -43,23 +46,23 @@ class Proof(msgspec.Struct, tag=True, frozen=True):
 class GreetingClient:
     """The client's end of the greeting on one connection."""
 
-    def __init__(self, key: ClusterKey) -> None:
-        self._side = proofs.ConnectingSide(key, _LABELS)
+    def __init__(self, key: ClusterKey, labels: Labels) -> None:
+        self._side = proofs.ConnectingSide(key, labels)
         self.greeting = Greeting(self._side.nonce)
 
     def answer(self, challenge: Challenge) -> Proof | None:
-        """Return the proof that this client has the key; None if the pool has another key, and must get no
+        """Return the proof that this client has the key; None if the server has another key, and must get no
         further message."""
         if not self._side.recognises(challenge.nonce, challenge.proof):
             return None
         return Proof(self._side.proof(challenge.nonce))
 
 
-class GreetingPool:
-    """The pool's end of the greeting on one connection."""
+class GreetingServer:
+    """The server's end of the greeting on one connection."""
 
-    def __init__(self, key: ClusterKey, greeting: Greeting) -> None:
-        self._side = proofs.AcceptingSide(key, _LABELS, greeting.nonce)
+    def __init__(self, key: ClusterKey, labels: Labels, greeting: Greeting) -> None:
+        self._side = proofs.AcceptingSide(key, labels, greeting.nonce)
         self.challenge = Challenge(self._side.nonce, self._side.proof)
 
     def admits(self, proof: Proof) -> bool:

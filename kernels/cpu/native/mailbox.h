@@ -1,0 +1,199 @@
+// A mailbox, through which an owner of sequences and its helper, another process, exchange passes: counters, and data behind
+// them, which Python lays out.
+//
+// Either both processes map the mailbox, or each has one for itself, and a stream connects them: what one side writes is sent to
+// the same place of the other side's mailbox.
+//
+// Owns: counters, waits, the stream. Does not know: what is exchanged.
+#pragma once
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+
+#include "idle_cores.h"
+
+namespace {
+
+constexpr auto EXCHANGE_PATIENCE = std::chrono::microseconds(50);
+constexpr int LOOK_MS = 100;  // a waiter looks so often whether the other side has closed, should its wake have been missed
+constexpr timespec EXCHANGE_LOOK = {0, LOOK_MS * 1'000'000};
+
+// What goes over a stream: `num_bytes` bytes that one side has written at `offset`, and the counter that has grown behind them.
+struct Frame {
+    uint32_t counter, value;
+    uint64_t offset, num_bytes;
+};
+constexpr uint32_t NO_COUNTER = UINT32_MAX;
+
+// This process's end of a stream.
+struct Wire {
+    uint64_t mailbox_bytes;  // 0 where both processes map the mailbox
+    int32_t descriptor;
+    int64_t timeout_ms;  // for which the other side may take nothing; 0: for ever
+    Frame frame;         // the one that arrives
+    uint64_t num_received;
+
+    bool is_connected() const { return mailbox_bytes != 0; }
+};
+
+// The beginning of a mailbox, of COUNTERS_BYTES. Only the owner counts up `begun` and `asked`, only the helper the next two.
+struct Mailbox {
+    alignas(64) std::atomic<uint32_t> begun;     // passes that are described
+    alignas(64) std::atomic<uint32_t> asked;     // layers
+    alignas(64) std::atomic<uint32_t> answered;  // layers: equal to `asked`, or one less
+    alignas(64) std::atomic<uint32_t> closed;    // 1 when one side has ended the exchange
+    alignas(64) std::atomic<uint32_t> computed;  // layers of passes that are answered as a whole
+    alignas(64) Wire wire;
+
+    std::atomic<uint32_t>* counter(uint32_t number) {
+        std::atomic<uint32_t>* counters[] = {&begun, &asked, &answered, &computed};
+        return number < std::size(counters) ? counters[number] : nullptr;
+    }
+    uint32_t number_of(const std::atomic<uint32_t>& word) {
+        uint32_t number = 0;
+        while (counter(number) != &word) number++;
+        return number;
+    }
+};
+constexpr uint64_t COUNTERS_BYTES = 4096;
+static_assert(sizeof(Mailbox) <= COUNTERS_BYTES);
+
+// Unlike in idle_cores.h the waiter is in another process.
+INLINE void wake_other(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+inline void close_exchange(Mailbox& mailbox) {
+    mailbox.closed.store(1);
+    if (mailbox.wire.is_connected()) {
+        shutdown(mailbox.wire.descriptor, SHUT_RDWR);
+    } else {
+        for (std::atomic<uint32_t>* word : {&mailbox.begun, &mailbox.asked, &mailbox.answered}) wake_other(*word);
+    }
+}
+
+enum class Received { SOME, NOTHING, END };
+
+// Takes what has arrived of one frame. A frame that does not fit ends the stream.
+inline Received receive_part(Mailbox& mailbox) {
+    Wire& wire = mailbox.wire;
+    Frame& frame = wire.frame;
+    char *head = reinterpret_cast<char*>(&frame), *base = reinterpret_cast<char*>(&mailbox);
+    const bool is_head = wire.num_received < sizeof frame;
+    char* to = is_head ? head + wire.num_received : base + frame.offset + (wire.num_received - sizeof frame);
+    const uint64_t end = is_head ? sizeof frame : sizeof frame + frame.num_bytes;
+    const ssize_t num = recv(wire.descriptor, to, end - wire.num_received, MSG_DONTWAIT);
+    if (num < 0 && (errno == EAGAIN || errno == EINTR)) return Received::NOTHING;
+    if (num <= 0) return Received::END;
+    wire.num_received += uint64_t(num);
+    if (wire.num_received < sizeof frame) return Received::SOME;
+    if (is_head) {
+        const uint64_t size = wire.mailbox_bytes;
+        const bool fits = frame.offset >= COUNTERS_BYTES && frame.offset <= size && frame.num_bytes <= size - frame.offset;
+        if (!fits || (frame.counter != NO_COUNTER && mailbox.counter(frame.counter) == nullptr)) return Received::END;
+    }
+    if (wire.num_received == sizeof frame + frame.num_bytes) {
+        if (frame.counter != NO_COUNTER) mailbox.counter(frame.counter)->store(frame.value, std::memory_order_release);
+        wire.num_received = 0;
+    }
+    return Received::SOME;
+}
+
+// Takes what has arrived; waits for that long if nothing has.
+inline void receive(Mailbox& mailbox, int wait_ms) {
+    const Received received = receive_part(mailbox);
+    if (received == Received::END) return close_exchange(mailbox);
+    if (received == Received::SOME || wait_ms == 0) return;
+    pollfd arrival = {mailbox.wire.descriptor, POLLIN, 0};
+    poll(&arrival, 1, wait_ms);
+}
+
+// Sends what this side has written. Takes what arrives meanwhile: else both sides could wait for each other.
+inline void send_frame(Mailbox& mailbox, Frame frame) {
+    const Wire& wire = mailbox.wire;
+    iovec parts[] = {{&frame, sizeof frame}, {reinterpret_cast<char*>(&mailbox) + frame.offset, frame.num_bytes}};
+    auto taken = Clock::now();
+    while (parts[0].iov_len + parts[1].iov_len > 0 && !mailbox.closed.load()) {
+        msghdr message = {};
+        message.msg_iov = parts;
+        message.msg_iovlen = std::size(parts);
+        ssize_t num = sendmsg(wire.descriptor, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (num < 0 && errno == EINTR) continue;
+        if (num < 0 && errno == EAGAIN) {
+            if (wire.timeout_ms && Clock::now() - taken > std::chrono::milliseconds(wire.timeout_ms))
+                return close_exchange(mailbox);
+            pollfd either = {wire.descriptor, POLLIN | POLLOUT, 0};
+            poll(&either, 1, LOOK_MS);
+            if (either.revents & POLLIN) receive(mailbox, 0);
+            continue;
+        }
+        if (num < 0) return close_exchange(mailbox);
+        taken = Clock::now();
+        for (iovec& part : parts) {
+            const size_t of_part = std::min(size_t(num), part.iov_len);
+            part.iov_base = static_cast<char*>(part.iov_base) + of_part;
+            part.iov_len -= of_part;
+            num -= ssize_t(of_part);
+        }
+    }
+}
+
+// Shows `num_bytes` bytes of the mailbox, which this side has written, to the other side.
+inline void show(Mailbox& mailbox, uint64_t offset, uint64_t num_bytes) {
+    if (mailbox.wire.is_connected()) send_frame(mailbox, {NO_COUNTER, 0, offset, num_bytes});
+}
+
+// Counts a counter of this side up, and shows the bytes as `show` does before.
+inline void count_up(Mailbox& mailbox, std::atomic<uint32_t>& word, uint64_t offset = COUNTERS_BYTES, uint64_t num_bytes = 0) {
+    const uint32_t value = word.load() + 1;
+    word.store(value);
+    if (mailbox.wire.is_connected()) {
+        send_frame(mailbox, {mailbox.number_of(word), value, offset, num_bytes});
+    } else {
+        wake_other(word);
+    }
+}
+inline void count_up(Mailbox& mailbox, std::atomic<uint32_t>& word, const void* data, uint64_t num_bytes) {
+    count_up(mailbox, word, uint64_t(static_cast<const char*>(data) - reinterpret_cast<const char*>(&mailbox)), num_bytes);
+}
+
+// False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`. `is_due` may put `end` off.
+template <class F>
+bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due,
+                const Clock::time_point& end = Clock::time_point::max()) {
+    const auto began = Clock::now();
+    for (uint32_t value; !is_due(value = word.load(std::memory_order_acquire));) {
+        const auto now = Clock::now();
+        if (mailbox.closed.load() || now > end) return false;
+        const bool is_busy = now - began < EXCHANGE_PATIENCE;
+        if (mailbox.wire.is_connected()) {
+            receive(mailbox, is_busy ? 0 : LOOK_MS);
+        } else if (is_busy) {
+            _mm_pause();
+        } else {
+            syscall(SYS_futex, &word, FUTEX_WAIT, value, &EXCHANGE_LOOK, nullptr, 0);
+        }
+    }
+    return true;
+}
+
+// False when the exchange is closed, or the helper takes that time for a layer, before so many passes are answered as a whole
+// (hosted_layers.py).
+inline bool wait_answer(Mailbox& mailbox, uint32_t number, int64_t timeout_ms) {
+    const uint32_t num_ahead = mailbox.begun.load() - number;  // passes behind this one, which may be answered too
+    const auto layer_end = [=] { return Clock::now() + std::chrono::milliseconds(timeout_ms); };
+    auto end = layer_end();
+    uint32_t computed = mailbox.computed.load();
+    const auto is_answered = [&](uint32_t answered) {
+        const uint32_t before = computed;
+        computed = mailbox.computed.load();
+        if (computed != before) end = layer_end();
+        return answered - number <= num_ahead;
+    };
+    return wait_other(mailbox, mailbox.answered, is_answered, end);
+}
+
+}  // namespace
