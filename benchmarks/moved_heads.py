@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine import SMOLLM2
+from mooncake.security.keys import ClusterKey
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
-from workers.modules.helper_link import HelperLink
+from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.hosting import ModulesHost
 from workers.modules.link_messages import LINK_VERSION, HostModules
 
@@ -44,7 +45,7 @@ QWEN = {
 SHAPES = {"SmolLM2-135M": {**SMOLLM2, "max_position_embeddings": 32_768}, "Qwen2.5-0.5B": QWEN}
 PAGE_SIZE = 32
 NUM_STEPS = 15
-TIMEOUT_S = 60.0
+ACCESS = HelperAccess(ClusterKey.generate(), 60.0)
 FINGERPRINT = "benchmark"
 
 
@@ -105,7 +106,7 @@ class Steps:
             num_sequences,
             num_sequences,
         )
-        link = await HelperLink.connect(path, request, self.model, kv, TIMEOUT_S, lambda: None)
+        link = await HelperLink.connect(path, request, self.model, kv, ACCESS, lambda: None)
         move = KVCacheMove(self.model.library, kv, link.num_pages, link.helped)
         move.copy(kv.used_pages())
         move.complete()

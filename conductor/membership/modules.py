@@ -49,8 +49,11 @@ class Modules:
                 return f"{instance.name} prefills; {kind} move between instances that decode"
         if reason := _why_too_many(owner.registration.layout, num_heads, layers):
             return reason
-        if host_of(owner) != host_of(helper):
-            return f"{owner.name} and {helper.name} are on different hosts; {kind} move within one"
+        if not _address_of(owner, helper):
+            return (
+                f"{owner.name} and {helper.name} are on different hosts, and {helper.name} hosts {kind}"
+                " of its own host only; set worker.modules_listen there"
+            )
         if place_of(helper).are_elsewhere:
             return f"{where(helper)}, so it cannot be a helper"
         if owners := self.owners_at(owner):
@@ -64,8 +67,8 @@ class Modules:
 
         Without either, the order moves all modules back. `why_not` must have returned an empty text.
         """
-        socket = helper.registration.modules.socket
-        order = PlaceModules(self._epoch, next(self._numbers), helper.name, socket, num_heads, layers)
+        address = _address_of(owner, helper)
+        order = PlaceModules(self._epoch, next(self._numbers), helper.name, address, num_heads, layers)
         owner.modules_order = order
         return [Effect(owner.identity, order)]
 
@@ -145,6 +148,12 @@ def _why_too_many(layout: KVLayout, num_heads: int, layers: LayerRange | None) -
     if layers.stop > num or layers.count == num:
         return f"the model has layers 0:{num}, of which at least one stays; {layers} cannot be elsewhere"
     return ""
+
+
+def _address_of(owner: Instance, helper: Instance) -> str:
+    """Return the address at which an owner reaches its helper; empty if it cannot."""
+    support = helper.registration.modules
+    return support.socket if host_of(owner) == host_of(helper) else support.endpoint
 
 
 def host_of(instance: Instance) -> str:

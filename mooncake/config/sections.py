@@ -189,6 +189,11 @@ class WorkerConfig(Section):
         None,
         description="host:port of an instance's own /metrics and /ready (instance i: port + i); off",
     )
+    modules_listen: Listen | None = Field(
+        None,
+        description="host:port at which this node's instances host layers and KV heads of instances on other"
+        " hosts, which reach them at the first of messenger.hosts (instance i: port + i); off",
+    )
     drain_timeout_s: PositiveSeconds = Field(
         30.0, description="how long an instance that is told to end (SIGTERM) may finish what it runs"
     )

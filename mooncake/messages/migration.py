@@ -167,6 +167,8 @@ class ModulesSupport(msgspec.Struct, frozen=True):
     """The Unix socket at which the instance listens for owners of modules on its host; empty for none."""
     why_not: str = "it has no support for that"
     """The reason why modules can neither leave nor come; empty if they can."""
+    endpoint: str = ""
+    """The TCP endpoint at which the instance listens for owners on other hosts; empty for none."""
 
 
 class ModulesPlace(msgspec.Struct, frozen=True):
@@ -210,7 +212,7 @@ class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
     number: Count
     helper: str = ""
     socket: str = ""
-    """The Unix socket at which the helper listens."""
+    """The address at which the helper listens: a Unix socket's path, on another host a TCP endpoint."""
     num_heads: Count = 0
     layers: LayerRange | None = None
 

@@ -17,8 +17,9 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from mooncake.config.sections import KVCacheConfig, MessengerConfig, WorkerConfig
+from mooncake.config.sections import MessengerConfig, Section
 from mooncake.config.settings import Config
 from mooncake.endpoints import bracketed
 from mooncake.errors import ConfigError
@@ -36,6 +37,8 @@ from mooncake.node.process_config import (
 from mooncake.node.rundir import Run, RunDirectory
 from mooncake.node.segments import check_memory, create_segment
 from mooncake.security.keys import ClusterKey
+
+_SectionT = TypeVar("_SectionT", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,7 @@ def _messenger(
             cluster_key=key,
             settings=_messenger_of_part(config.messenger, index),
             security=config.security,
-            kvcache=_of_part(config.kvcache, index),
+            kvcache=_of_part(config.kvcache, index, "listen", "vllm_events", "vllm_replay"),
             instance=part.name,
             incarnation=life.incarnation,
             worker_socket=sockets["worker"],
@@ -283,11 +286,12 @@ def _worker(
     num_local_workers: int,
 ) -> ChildSpec:
     record_fd = _pass_record(part.name)
+    worker = _of_part(config.worker, index, "metrics_listen", "modules_listen")
 
     def process(life: Life) -> str:
         return WorkerProcess(
             cluster_key=key,
-            config=config.model_copy(update={"worker": _worker_of_part(config.worker, index)}),
+            config=config.model_copy(update={"worker": worker}),
             role=role,
             instance=part.instance,
             incarnation=life.incarnation,
@@ -318,18 +322,13 @@ def _pass_record(name: str) -> int:
     return descriptor
 
 
-def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
-    """Return the KVCache section for part `index` of a node, whose ports are higher by `index`."""
-    addresses = {name: getattr(kvcache, name) for name in ("listen", "vllm_events", "vllm_replay")}
-    return kvcache.model_copy(
+def _of_part(section: _SectionT, index: int, *names: str) -> _SectionT:
+    """Return a section for part `index` of a node, whose addresses of these names have ports higher by
+    `index`."""
+    addresses = {name: getattr(section, name) for name in names}
+    return section.model_copy(
         update={name: _port_higher(address, index) for name, address in addresses.items() if address}
     )
-
-
-def _worker_of_part(worker: WorkerConfig, index: int) -> WorkerConfig:
-    """Return the worker section for part `index` of a node, whose ports are higher by `index`."""
-    address = worker.metrics_listen
-    return worker.model_copy(update={"metrics_listen": address and _port_higher(address, index)})
 
 
 def _messenger_of_part(settings: MessengerConfig, index: int) -> MessengerConfig:

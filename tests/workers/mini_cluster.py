@@ -45,7 +45,7 @@ from mooncake.messages.workers import (
     WorkFailed,
 )
 from mooncake.model.grammar import Grammars, Vocabulary
-from tests.kvstore.nodes import DEADLINE_S, Node
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
@@ -61,6 +61,7 @@ from workers.execution.jobs import Jobs
 from workers.execution.model_spec import model_spec
 from workers.kvcache.copies import LayerCopies, copies_for
 from workers.kvcache.layerwise import LayerTransfers
+from workers.modules.helper_link import HelperAccess
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
 from workers.prefill.stage import Stage
@@ -159,7 +160,7 @@ class InstanceUnderTest:
             cluster.receive,
             self.decode_jobs,
             FINGERPRINT,
-            DEADLINE_S,
+            HelperAccess(CLUSTER_KEY, DEADLINE_S),
             cluster.beat,
             lambda: bool(self.prefill_jobs.refs),
             followers,

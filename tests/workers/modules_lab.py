@@ -9,13 +9,15 @@ from pathlib import Path
 
 import transformers
 
+from kvstore.server.listeners import listen_tcp
 from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules, PreCopied, Prepared
 from mooncake.messages.requests import SamplingParams
-from tests.kvstore.nodes import DEADLINE_S
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab
 from tests.workers.mini_cluster import FINGERPRINT, InstanceUnderTest, Sizes
 from tests.workers.references import prompt_of
+from workers.modules.connections import Owners
 from workers.modules.hosting import ModulesHost
 
 NUM_PAGES = 48
@@ -57,6 +59,7 @@ class Pair:
 
     lab: DecodeLab
     path: str
+    """The address of the helper."""
     numbers: "itertools.count[int]"
     host: ModulesHost
     hosting: "asyncio.Task[None]"
@@ -124,7 +127,7 @@ class Pair:
         return self.owner.decode.modules
 
 
-def hosting(instance: InstanceUnderTest, path: str) -> ModulesHost:
+def hosting(instance: InstanceUnderTest, path: str, owners: Owners | None = None) -> ModulesHost:
     executor = instance.executor
     return ModulesHost(
         "d1",
@@ -134,20 +137,26 @@ def hosting(instance: InstanceUnderTest, path: str) -> ModulesHost:
         executor.kv,
         lambda: instance.decode.most_pages,
         lambda: bool(instance.decode.modules.helper),
+        owners,
     )
 
 
 @contextlib.asynccontextmanager
-async def paired(start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES) -> AsyncIterator[Pair]:
-    async with start(sizes=sizes) as lab:
-        path = str(folder / "modules.sock")
-        host = hosting(lab.decodes[1], path)
-        task = lab.group.create_task(host.run())
-        pair = Pair(lab, path, itertools.count(1), host, task)
-        await until(Path(path).exists)
-        yield pair
-        pair.hosting.cancel()
-        await lab.assert_nothing_is_held()
+async def paired(
+    start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES, *, is_remote: bool = False
+) -> AsyncIterator[Pair]:
+    """The owner reaches its helper through shared memory, or over TCP, as on another host."""
+    with listen_tcp("127.0.0.1", 0) as listener:
+        async with start(sizes=sizes) as lab:
+            path = str(folder / "modules.sock")
+            host = hosting(lab.decodes[1], path, Owners(listener, CLUSTER_KEY))
+            task = lab.group.create_task(host.run())
+            endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            pair = Pair(lab, endpoint if is_remote else path, itertools.count(1), host, task)
+            await until(Path(path).exists)
+            yield pair
+            pair.hosting.cancel()
+            await lab.assert_nothing_is_held()
 
 
 async def prepared(pair: Pair, decoded: Decoded) -> Move:

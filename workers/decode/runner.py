@@ -54,6 +54,7 @@ from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
 from workers.groups.followers import Followers
 from workers.kvcache.shared_prefixes import PrefixTurns
+from workers.modules.helper_link import HelperAccess
 
 if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
@@ -71,9 +72,8 @@ class DecodeRunner:
     stops a request in every step, and releases everything.
 
     `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
-    they end with `run`. `tracer` gets spans of requests. A helper of this model that takes
-    `helper_timeout_s` for a layer is lost. `beat` sends a heartbeat. `has_prompts` returns whether prompts of
-    `Prefill` orders are here.
+    they end with `run`. `tracer` gets spans of requests. `beat` sends a heartbeat. `has_prompts` returns
+    whether prompts of `Prefill` orders are here.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DecodeRunner:
         emit: Emit,
         jobs: Jobs,
         fingerprint: str,
-        helper_timeout_s: float,
+        helpers: HelperAccess,
         beat: Callable[[], Awaitable[None]],
         has_prompts: Callable[[], bool],
         followers: Followers | None = None,
@@ -133,7 +133,7 @@ class DecodeRunner:
             self._loop,
             chunk_limits.most + max_batch,
             max_batch,
-            helper_timeout_s,
+            helpers,
             lambda: self.most_pages,
             has_prompts,
             self._call_off,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -28,15 +29,46 @@ class OutOfPages(RuntimeError):
         self.num_wanted, self.num_free, self.num_pages = num_wanted, num_free, num_pages
 
 
+class RemotePages(Protocol):
+    """Pages in the memory of a helper on another host, and how they are copied. Calls block.
+
+    Layers are counted from the first hosted one. All calls raise TransferError when the helper is lost.
+    """
+
+    @property
+    def pages_at_a_time(self) -> int:
+        """The number of pages of all layers in one message at most."""
+
+    def new_blocks(self, num_layers: int, num_pages: int) -> torch.Tensor:
+        """Return new memory for blocks, `[num_layers, num_pages, num_heads, 2, page_size, head_dim]`."""
+
+    def read_layer(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Return copies of `pages` (int64 `[n]`) of a layer: `[n, num_heads, 2, page_size, head_dim]`."""
+
+    def write_layer(self, layer: int, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy blocks `[n, num_heads, 2, page_size, head_dim]` into pages of a layer."""
+
+    def read(self, pages: Sequence[int], into: torch.Tensor) -> None:
+        """Copy pages of all layers into blocks, shaped as those of `new_blocks`."""
+
+    def write(self, pages: Sequence[int], blocks: torch.Tensor) -> None:
+        """Copy blocks into pages of all layers."""
+
+    def close(self) -> None:
+        """End calls in progress, and refuse further ones. Idempotent."""
+
+
 @dataclass(frozen=True, slots=True)
 class MovedHeads:
     """The last KV heads of all pages, which a helper hosts and computes with (BanaServe, section 4.1)."""
 
     layers: Sequence[torch.Tensor]
     """One tensor `[num_pages, num_moved, 2, page_size, head_dim]` for each layer, in memory that the helper
-    maps too."""
+    maps too; without memory (meta tensors) if the helper is on another host."""
     owner: HeadsOwner
     """The owner's end of the exchange with the helper."""
+    remote: RemotePages | None
+    """The pages of a helper on another host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +78,11 @@ class HostedLayers:
     layers: range
     pages: Sequence[torch.Tensor]
     """The pages of each hosted layer, shaped like those of other layers, in memory that the helper maps
-    too."""
+    too; without memory (meta tensors) if the helper is on another host."""
     owner: LayersOwner
     """The owner's end of the exchange with the helper."""
+    remote: RemotePages | None
+    """The pages of a helper on another host."""
 
 
 class DeviceKVCache:
@@ -112,7 +146,7 @@ class DeviceKVCache:
     @property
     def is_helped(self) -> bool:
         """Whether a helper has some of the modules."""
-        return self.moved is not None or self.hosted is not None
+        return self.helped is not None
 
     @property
     def num_lent_pages(self) -> int:
@@ -163,12 +197,24 @@ class DeviceKVCache:
         for layer in self._tensors[number : number + 1]:  # none while the cache is reset
             page_bytes = layer[0].nbytes
             with self._memory_lock:
-                if self._lent.isdisjoint(range(start // page_bytes, -(-end // page_bytes))):
+                if not layer.is_meta and self._lent.isdisjoint(
+                    range(start // page_bytes, -(-end // page_bytes))
+                ):
                     populate(layer.view(-1).view(torch.uint8)[start:end])
 
     @property
     def num_free_pages(self) -> int:
         return len(self._free)
+
+    @property
+    def helped(self) -> MovedHeads | HostedLayers | None:
+        """The modules that a helper has; None for none."""
+        return self.moved or self.hosted
+
+    def has_whole(self, layer: int) -> bool:
+        """Return whether this process's memory has whole pages of `layer`: neither heads nor the layer are
+        elsewhere, but for memory of a helper that is mapped here."""
+        return self.moved is None and not self.layer(layer).is_meta
 
     def layer(self, layer: int) -> torch.Tensor:
         """Return the pages of `layer` (its number in the whole model): a view, not a copy."""
@@ -177,18 +223,35 @@ class DeviceKVCache:
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Return copies of `pages` (int64 `[n]`) of one layer: `[n, len(kv_heads), 2, page_size,
-        head_dim]`."""
+        head_dim]`. Raises TransferError without the helper on another host that has them."""
+        if self.hosted is not None and self.hosted.remote is not None and layer in self.hosted.layers:
+            return self.hosted.remote.read_layer(layer - self.hosted.layers.start, pages)
         kept = gather_pages(self.layer(layer), pages)
         if self.moved is None:
             return kept
-        return torch.cat((kept, gather_pages(self.moved.layers[layer - self.layers.start], pages)), dim=1)
+        position, remote = layer - self.layers.start, self.moved.remote
+        if remote is None:
+            moved = gather_pages(self.moved.layers[position], pages)
+        else:
+            moved = remote.read_layer(position, pages)
+        return torch.cat((kept, moved), dim=1)
 
     def scatter(self, layer: int, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy one layer of blocks `[n, len(kv_heads), 2, page_size, head_dim]` into pages, int64 `[n]`."""
+        """Copy one layer of blocks `[n, len(kv_heads), 2, page_size, head_dim]` into pages, int64 `[n]`.
+
+        Raises TransferError as `gather`.
+        """
+        if self.hosted is not None and self.hosted.remote is not None and layer in self.hosted.layers:
+            self.hosted.remote.write_layer(layer - self.hosted.layers.start, pages, blocks)
+            return
         num_kept = self.layer_shape[1]
         scatter_pages(self.layer(layer), pages, blocks[:, :num_kept])
         if self.moved is not None:
-            scatter_pages(self.moved.layers[layer - self.layers.start], pages, blocks[:, num_kept:])
+            position, remote = layer - self.layers.start, self.moved.remote
+            if remote is None:
+                scatter_pages(self.moved.layers[position], pages, blocks[:, num_kept:])
+            else:
+                remote.write_layer(position, pages, blocks[:, num_kept:])
 
     def rearrange(
         self, layers: list[torch.Tensor], helped: MovedHeads | HostedLayers | None

@@ -127,7 +127,8 @@ class _PoolPages:
 class HostCopies:
     """Copies between a device that is the CPU and the pool's segment.
 
-    While a helper has some of the heads, each layer of a block is put together on the way.
+    While a helper has some of the heads, each layer of a block is put together on the way. Layers of a helper
+    on another host are copied on the way, too; then calls raise TransferError when the helper is lost.
     """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
@@ -136,7 +137,7 @@ class HostCopies:
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         pages, sources = _device_pages(blocks), self._pool.addresses(layer, blocks)
-        if self._kv.moved is None:
+        if self._kv.has_whole(layer):
             digests = copy_scattered(sources, self._device_addresses(layer, pages), self._pool.layer_bytes)
         else:
             whole = torch.empty((len(pages), *self._block_shape), dtype=self._kv.dtype)
@@ -149,7 +150,7 @@ class HostCopies:
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
         pages, targets = _device_pages(blocks), self._pool.addresses(layer, blocks)
-        if self._kv.moved is None:
+        if self._kv.has_whole(layer):
             sources = self._device_addresses(layer, pages)
         else:
             whole = self._kv.gather(layer, torch.from_numpy(pages))

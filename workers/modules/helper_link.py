@@ -1,6 +1,6 @@
 """The connection between the owner of modules and its helper, at the owner's end.
 
-Owns: the socket, this side's mapping of the shared memory. Does not know: when modules move, what is
+Owns: the connections, this side's mapping of shared memory. Does not know: when modules move, what is
 computed.
 """
 
@@ -9,26 +9,45 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
+from kernels.cpu.mailbox import Wire
+from mooncake.errors import TransferError
+from mooncake.security.keys import ClusterKey
 from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
+from workers.modules import connections
 from workers.modules.link_messages import (
     LONGEST_MESSAGE_BYTES,
     FromHelper,
     Hosting,
     HostingRefused,
     HostModules,
+    Join,
+    Purpose,
 )
+from workers.modules.remote_pages import PagesClient
 from workers.modules.shared_parts import shared_part
 
+_Connected = tuple[socket.socket, MovedHeads | HostedLayers, int]
+"""The connection whose end is that of the hosting, the part, and the number of its pages."""
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds in which the helper must answer, after allocating the memory."""
 _END_TIMEOUT_S = 10.0
 """Seconds to wait for the helper's confirmation that a hosting has ended."""
 _decoder = msgspec.msgpack.Decoder(FromHelper)
+
+
+@dataclass(frozen=True, slots=True)
+class HelperAccess:
+    """The facts with which owners reach helpers."""
+
+    key: ClusterKey
+    timeout_s: float
+    """Seconds after which a helper counts as lost that has not computed a layer, or takes no bytes."""
 
 
 class HelperLink:
@@ -47,50 +66,42 @@ class HelperLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._on_readable)
         self.is_lost = False
-        """Whether the helper has gone. What it hosted is still mapped here."""
+        """Whether the helper has gone. What a helper on this host had is still mapped here."""
 
     @classmethod
     async def connect(
         cls,
-        path: str,
+        address: str,
         request: HostModules,
         model: DecoderModel,
         kv: DeviceKVCache,
-        timeout_s: float,
+        access: HelperAccess,
         on_lost: Callable[[], None],
     ) -> "HelperLink":
-        """Connect to the helper that listens at `path`. A helper that takes longer than `timeout_s` for a
-        layer counts as lost.
+        """Connect to the helper that listens at `address`: the path of a Unix socket, or a TCP endpoint.
 
         Raises ModulesStayError, with the helper's reason if it refuses.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        connect = _connect_remote if connections.is_remote(address) else _connect_local
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                await asyncio.get_running_loop().sock_connect(sock, path)
-                sock.send(msgspec.msgpack.encode(request))
-                await _readable(sock)
-                payload, fds, _, _ = socket.recv_fds(sock, LONGEST_MESSAGE_BYTES, 1)
-            hosting = _hosting(payload)
-            with contextlib.ExitStack() as stack:
-                for fd in fds:
-                    stack.callback(os.close, fd)
-                helped = shared_part(request, hosting.num_pages, model, kv).own(fds[0], timeout_s)
-            return cls(sock, helped, hosting.num_pages, on_lost)
-        except (OSError, TimeoutError, IndexError) as error:
-            sock.close()
+                sock, helped, num_pages = await connect(address, request, model, kv, access)
+        except (OSError, TimeoutError, IndexError, TransferError) as error:
             raise ModulesStayError(
-                f"the helper does not answer at {path}: {str(error) or type(error).__name__}"
+                f"the helper does not answer at {address}: {str(error) or type(error).__name__}"
             ) from None
-        except BaseException:
-            sock.close()
-            raise
+        return cls(sock, helped, num_pages, on_lost)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the helper is on another host, so that its pages are lost with it."""
+        return self.helped.remote is not None
 
     async def end(self) -> None:
         """End the hosting, and wait until the helper has its pages back."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
-            self.helped.owner.close()
+            self._end_exchange()
             try:
                 with contextlib.suppress(OSError, TimeoutError):
                     self._sock.shutdown(socket.SHUT_WR)
@@ -103,14 +114,62 @@ class HelperLink:
         """End the hosting. Idempotent."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
-            self.helped.owner.close()
+            self._end_exchange()
             self._sock.close()
+
+    def _end_exchange(self) -> None:
+        self.helped.owner.close()
+        if self.helped.remote is not None:
+            self.helped.remote.close()
 
     def _on_readable(self) -> None:
         """Handle the end of the connection, on which a helper sends nothing after its answer."""
         self.is_lost = True
         self.close()
         self._on_lost()
+
+
+async def _connect_local(
+    path: str, request: HostModules, model: DecoderModel, kv: DeviceKVCache, access: HelperAccess
+) -> _Connected:
+    """Connect to a helper of this host, whose memory is mapped here. Raises as `HelperLink.connect`, and
+    OSError."""
+    with contextlib.ExitStack() as opened:
+        sock = opened.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        )
+        await asyncio.get_running_loop().sock_connect(sock, path)
+        sock.send(msgspec.msgpack.encode(request))
+        await _readable(sock)
+        payload, fds, _, _ = socket.recv_fds(sock, LONGEST_MESSAGE_BYTES, 1)
+        hosting = _hosting(payload)
+        with contextlib.ExitStack() as stack:
+            for fd in fds:
+                stack.callback(os.close, fd)
+            part = shared_part(request, hosting.num_pages, model, kv)
+            helped = part.own(part.layout.map(fds[0]), access.timeout_s)
+        opened.pop_all()
+        return sock, helped, hosting.num_pages
+
+
+async def _connect_remote(
+    endpoint: str, request: HostModules, model: DecoderModel, kv: DeviceKVCache, access: HelperAccess
+) -> _Connected:
+    """Connect to a helper on another host. Raises as `HelperLink.connect`, OSError and TransferError."""
+    with contextlib.ExitStack() as opened:
+        sock = opened.enter_context(await connections.connect(endpoint, access.key))
+        await connections.send(sock, request)
+        hosting = _hosting(await connections.receive(sock))
+        joined = {}
+        for purpose in Purpose:
+            joined[purpose] = opened.enter_context(await connections.connect(endpoint, access.key))
+            await connections.send(joined[purpose], Join(hosting.token, purpose))
+        part = shared_part(request, hosting.num_pages, model, kv)
+        pages = PagesClient(joined[Purpose.PAGES], part.layout.pages, access.timeout_s)
+        wire = Wire(joined[Purpose.PASSES], access.timeout_s)
+        helped = part.own(part.layout.mailbox_alone(), access.timeout_s, wire, pages)
+        opened.pop_all()
+        return sock, helped, hosting.num_pages
 
 
 def _hosting(payload: bytes) -> Hosting:

@@ -1,4 +1,4 @@
-"""The helper's side: pages of modules for owners on the same host, and what is computed with them.
+"""The helper's side: pages of modules for owners on this host and on others, and what is computed with them.
 
 Hosted pages take the memory of pages of this instance's own KVCache, which are lent for that time. Each
 hosting has a thread, beside the device's own, so that neither waits for the other.
@@ -11,13 +11,15 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from kernels.cpu.mailbox import Wire
 from mooncake.messages.quantities import Count
 from mooncake.node.mapping import allocate
 from mooncake.node.segments import available_bytes
@@ -25,21 +27,31 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
 from workers.execution.jobs import wait_to_end
+from workers.modules import connections
+from workers.modules.connections import Owners
 from workers.modules.link_messages import (
     LINK_VERSION,
     LONGEST_MESSAGE_BYTES,
+    FromOwner,
     Hosting,
     HostingRefused,
     HostModules,
+    Join,
+    Memory,
+    Purpose,
 )
-from workers.modules.shared_parts import Hosted, share_of, shared_part
+from workers.modules.remote_pages import PagesServer
+from workers.modules.shared_parts import Hosted, SharedPart, share_of, shared_part
 
 KEPT_SHARE = 0.25
 """Share of the helper's pages that stay free for its own requests when modules come."""
 _MIB = 1 << 20
 _MOST_WAITING = 16
+_TOKEN_BYTES = 16
+_JOIN_TIMEOUT_S = 30.0
+"""Seconds in which an owner on another host must have opened the connections for passes and pages."""
 log = logging.getLogger(__name__)
-_decoder = msgspec.msgpack.Decoder(HostModules)
+_decoder = msgspec.msgpack.Decoder(FromOwner)
 
 
 class ModulesHost:
@@ -54,17 +66,21 @@ class ModulesHost:
         kv: DeviceKVCache,
         most_pages: Callable[[], int],
         has_helper: Callable[[], bool],
+        owners: Owners | None = None,
     ) -> None:
         """Prepare without hostings.
 
-        The socket listens at `path`, in a directory that only this user can access. `most_pages` returns how
-        many pages a request of this instance may need, `has_helper` whether modules of this instance are at a
-        helper, or moving there.
+        The socket listens at `path`, in a directory that only this user can access; `owners` are those on
+        other hosts. `most_pages` returns how many pages a request of this instance may need, `has_helper`
+        whether modules of this instance are at a helper, or moving there.
         """
         self._name, self._path, self._fingerprint = name, path, fingerprint
         self._model, self._kv, self._most_pages, self._has_helper = model, kv, most_pages, has_helper
+        self._owners = owners
         self._requests: dict[str, HostModules] = {}
         """The hostings, by the owner's name."""
+        self._joining: dict[tuple[bytes, Purpose], asyncio.Future[socket.socket]] = {}
+        """The connections that hostings of other hosts wait for."""
 
     @property
     def num_hosted(self) -> dict[str, Count]:
@@ -73,56 +89,90 @@ class ModulesHost:
 
     async def run(self) -> None:
         """Listen until cancelled. Then no hosting is left, and all pages are this instance's own again."""
+        async with asyncio.TaskGroup() as group:
+            if self._owners is not None:
+                group.create_task(self._owners.run(self._serve_remote))
+            await self._accept(group)
+
+    async def _accept(self, group: asyncio.TaskGroup) -> None:
+        """Accept owners of this host."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)  # of an earlier session
             listener.bind(self._path)
             listener.listen(_MOST_WAITING)
-            async with asyncio.TaskGroup() as group:
-                while True:
-                    sock, _ = await loop.sock_accept(listener)
-                    group.create_task(self._serve(sock))
+            while True:
+                sock, _ = await loop.sock_accept(listener)
+                group.create_task(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Host what one owner asks for, until either side ends."""
+        """Host what one owner of this host asks for, until either side ends."""
         loop = asyncio.get_running_loop()
         with sock, contextlib.suppress(ConnectionError):
             request = _request(await loop.sock_recv(sock, LONGEST_MESSAGE_BYTES))
-            if request is None:
+            if not isinstance(request, HostModules):
                 return
             try:
-                async with self._hosted(request) as (fd, num_pages, ended):
-                    answer = msgspec.msgpack.encode(Hosting(num_pages))
-                    socket.send_fds(sock, [answer], [fd])
-                    log.info("%s of %s are here", request.what, request.owner)
+                async with self._lent(request) as lent, lent.serving(lent.part.host(lent.memory)) as ended:
+                    answer = msgspec.msgpack.encode(Hosting(lent.num_pages))
+                    socket.send_fds(sock, [answer], [lent.fd])
                     await _first_of(ended, loop.create_task(loop.sock_recv(sock, 1)))
             except (ModulesStayError, OSError) as error:
                 sock.send(msgspec.msgpack.encode(HostingRefused(str(error))))
 
+    async def _serve_remote(self, sock: socket.socket, first: bytes) -> None:
+        """Host what one owner on another host asks for, or pass the connection to the hosting that it
+        joins."""
+        with contextlib.suppress(ConnectionError):
+            match _request(first):
+                case HostModules() as request:
+                    try:
+                        async with self._lent(request) as lent:
+                            await self._host_remote(sock, lent)
+                    except (ModulesStayError, OSError) as error:
+                        await connections.send(sock, HostingRefused(str(error)))
+                case Join(token=token, purpose=purpose):
+                    joined = self._joining.pop((token, purpose), None)
+                    if joined is not None and not joined.done():
+                        joined.set_result(sock.dup())
+
+    async def _host_remote(self, sock: socket.socket, lent: "_Lent") -> None:
+        loop, token = asyncio.get_running_loop(), secrets.token_bytes(_TOKEN_BYTES)
+        joining = {(token, purpose): loop.create_future() for purpose in Purpose}
+        self._joining |= joining
+        with contextlib.ExitStack() as stack:
+            try:
+                await connections.send(sock, Hosting(lent.num_pages, token))
+                async with asyncio.timeout(_JOIN_TIMEOUT_S):
+                    passes, pages = await asyncio.gather(*joining.values())
+            except TimeoutError:
+                raise ModulesStayError(f"{lent.request.owner} has not opened all connections") from None
+            finally:
+                for joined in joining:
+                    self._joining.pop(joined, None)
+                for future in joining.values():
+                    if future.done() and not future.cancelled():
+                        stack.callback(future.result().close)
+            server = PagesServer(self._model.library, pages, lent.part.layout.pages, lent.memory.layers)
+            hosted = lent.part.host(lent.memory, Wire(passes.dup(), None))
+            async with lent.serving(hosted) as ended, lent.serving(server) as pages_ended:
+                await _first_of(ended, pages_ended, loop.create_task(loop.sock_recv(sock, 1)))
+
     @contextlib.asynccontextmanager
-    async def _hosted(self, request: HostModules) -> AsyncIterator[tuple[int, int, "asyncio.Future[None]"]]:
-        """Make a context in which modules are hosted. It yields the memory's descriptor, the number of its
-        pages, and the end of the thread."""
+    async def _lent(self, request: HostModules) -> AsyncIterator["_Lent"]:
+        """Make a context in which pages are lent, and the memory of modules is allocated."""
         num_pages = self._num_pages_for(request)
         part = shared_part(request, num_pages, self._model, self._kv)
-        loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "hosted-modules", self._model.library.be_guest)
         fd = os.memfd_create("mooncake-modules")
         lent = self._kv.lend(math.ceil(num_pages * share_of(request, self._model)))
         self._requests[request.owner] = request
         try:
-            self._check_memory(part.memory.size_bytes)
-            await wait_to_end(loop.run_in_executor(thread, allocate, fd, part.memory.size_bytes))
-            hosted = part.host(fd)
-            ended = loop.run_in_executor(thread, _serve, hosted, request.owner)
-            try:
-                yield fd, num_pages, ended
-            finally:
-                hosted.close()
-                await wait_to_end(ended)
+            self._check_memory(part.layout.size_bytes)
+            await wait_to_end(asyncio.ensure_future(asyncio.to_thread(allocate, fd, part.layout.size_bytes)))
+            log.info("%s of %s are here", request.what, request.owner)
+            yield _Lent(request, part, num_pages, fd, part.layout.map(fd), self._model.library.be_guest)
         finally:
-            thread.shutdown(wait=False)
             os.close(fd)
             del self._requests[request.owner]
             self._kv.end_loan(lent)
@@ -163,7 +213,30 @@ class ModulesHost:
             )
 
 
-def _request(payload: bytes) -> HostModules | None:
+class _Lent(NamedTuple):
+    """The memory of one hosting, in `num_pages` pages, at the descriptor `fd`."""
+
+    request: HostModules
+    part: SharedPart
+    num_pages: int
+    fd: int
+    memory: Memory
+    be_guest: Callable[[], None]
+
+    @contextlib.asynccontextmanager
+    async def serving(self, hosted: Hosted) -> AsyncIterator["asyncio.Future[None]"]:
+        """Make a context in which a thread answers the owner. It yields the end of the thread."""
+        thread = ThreadPoolExecutor(1, "hosted-modules", self.be_guest)
+        ended = asyncio.get_running_loop().run_in_executor(thread, _serve, hosted, self.request.owner)
+        try:
+            yield ended
+        finally:
+            hosted.close()
+            await wait_to_end(ended)
+            thread.shutdown(wait=False)
+
+
+def _request(payload: bytes) -> FromOwner | None:
     """Return an owner's request; None if the owner has gone, or the request cannot be decoded."""
     try:
         return _decoder.decode(payload) if payload else None
@@ -172,14 +245,13 @@ def _request(payload: bytes) -> HostModules | None:
         return None
 
 
-async def _first_of(ended: "asyncio.Future[None]", owner_speaks: "asyncio.Task[bytes]") -> None:
-    """Wait until the thread or the connection has ended, on which an owner sends nothing after its
-    request."""
+async def _first_of(*ends: "asyncio.Future[Any]") -> None:
+    """Wait until a thread or the connection has ended, on which an owner sends nothing after its request.
+    The last one is cancelled then."""
     try:
-        either: list[asyncio.Future[Any]] = [ended, owner_speaks]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        owner_speaks.cancel()
+        ends[-1].cancel()
 
 
 def _serve(hosted: Hosted, owner: str) -> None:

@@ -1,12 +1,16 @@
-"""The messages between an owner of modules and its helper over a Unix socket, and shared memory.
+"""The messages between an owner of modules and its helper, and the memory of the modules.
 
-The first message of a connection is `HostModules`. With the answer `Hosting` comes the descriptor of the
-shared memory. Either side ends the hosting by closing the connection, as its end by any cause does.
+The first message of a connection is `HostModules`. On one host the descriptor of the memory, which both
+share, comes with the answer `Hosting`. Between hosts the owner opens two more connections, which `Join` the
+hosting: one for passes, one for pages. Either side ends the hosting by closing the first connection, as its
+end by any cause does.
 
 Owns: this vocabulary, the layout of the memory. Does not know: sockets, pages in use.
 """
 
+import enum
 import mmap
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -14,6 +18,7 @@ import torch
 from mooncake.messages.migration import LayerRange
 from mooncake.messages.quantities import Count, PositiveCount
 from mooncake.node.mapping import HUGE_PAGE_BYTES, MappedFile
+from workers.modules.remote_pages import PagesShape
 
 LINK_VERSION = 3
 """The version of these messages, of the layout of the memory, and of the exchange in it."""
@@ -48,6 +53,24 @@ class Hosting(msgspec.Struct, tag=True, frozen=True):
     """The answer that the helper hosts the modules, in `num_pages` pages."""
 
     num_pages: PositiveCount
+    token: bytes = b""
+    """The name of the hosting in `Join`, between hosts."""
+
+
+class Purpose(enum.Enum):
+    """The purpose of a connection that joins a hosting."""
+
+    PASSES = "passes"
+    """The stream between both sides' mailboxes (`kernels.cpu.mailbox.Wire`)."""
+    PAGES = "pages"
+    """Reads and writes of pages (`workers.modules.remote_pages`)."""
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """The first message of a further connection of a hosting. Not answered."""
+
+    token: bytes
+    purpose: Purpose
 
 
 class HostingRefused(msgspec.Struct, tag=True, frozen=True):
@@ -56,17 +79,27 @@ class HostingRefused(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+FromOwner = HostModules | Join
+"""The first message of a connection."""
 FromHelper = Hosting | HostingRefused
 
 
-class SharedMemory:
-    """The layout of the shared memory: a mailbox, and pages, layer by layer."""
+class Memory(NamedTuple):
+    """The memory of modules: the mailbox, uint8 `[mailbox_bytes]`, and each layer's pages."""
+
+    mailbox: torch.Tensor
+    layers: list[torch.Tensor]
+
+
+class MemoryLayout:
+    """The layout of the memory of modules: a mailbox, and pages, layer by layer."""
 
     def __init__(
         self, mailbox_bytes: int, layer_shape: tuple[int, ...], num_layers: int, dtype: torch.dtype
     ) -> None:
         """Describe the memory of `num_layers` layers. `layer_shape` is `[num_pages, num_heads, 2, page_size,
         head_dim]`."""
+        self.pages = PagesShape(num_layers, layer_shape, dtype)
         self._mailbox_bytes, self._layer_shape = mailbox_bytes, layer_shape
         self._layer_bytes = _aligned(torch.Size(layer_shape).numel() * dtype.itemsize, mmap.PAGESIZE)
         self._first_layer = _aligned(mailbox_bytes, HUGE_PAGE_BYTES)
@@ -77,16 +110,21 @@ class SharedMemory:
         """Bytes of the whole memory."""
         return self._first_layer + self._num_layers * self._layer_bytes
 
-    def map(self, fd: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Map the memory. Return the mailbox, uint8 `[mailbox_bytes]`, and each layer's pages, which keep it
-        mapped. Raises OSError."""
+    def map(self, fd: int) -> Memory:
+        """Map the memory at `fd`. The tensors keep it mapped. Raises OSError."""
         memory = torch.frombuffer(MappedFile(fd, self.size_bytes).view, dtype=torch.uint8)
         layers = []
         for number in range(self._num_layers):
             start = self._first_layer + number * self._layer_bytes
             num_bytes = torch.Size(self._layer_shape).numel() * self._dtype.itemsize
             layers.append(memory[start : start + num_bytes].view(self._dtype).view(self._layer_shape))
-        return memory[: self._mailbox_bytes], layers
+        return Memory(memory[: self._mailbox_bytes], layers)
+
+    def mailbox_alone(self) -> Memory:
+        """Return a new mailbox of this process, all zeros, and layers without memory (meta tensors), which
+        another host has."""
+        absent = torch.empty(self._layer_shape, dtype=self._dtype, device="meta")
+        return Memory(torch.zeros(self._mailbox_bytes, dtype=torch.uint8), [absent] * self._num_layers)
 
 
 def _aligned(num_bytes: int, alignment: int) -> int:

@@ -1,27 +1,28 @@
 """The parts of a model that can be at a helper: some KV heads of all layers, or some layers.
 
-Owns: the shared memory of a part, what each side computes with it. Does not know: sockets, whose pages are
-lent.
+Owns: the memory of a part, what each side computes with it. Does not know: how sides are connected, whose
+pages are lent.
 """
 
 from fractions import Fraction
 from typing import Protocol
 
 from kernels.cpu.hosted_layers import LayersHelper, LayersOwner, LayersShape
+from kernels.cpu.mailbox import Wire
 from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, MailboxShape
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
+from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads, RemotePages
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
-from workers.modules.link_messages import HostModules, SharedMemory
+from workers.modules.link_messages import HostModules, Memory, MemoryLayout
 
 
 class Hosted(Protocol):
-    """A hosted part at its helper, over mapped memory."""
+    """A hosted part at its helper, or the connection to its pages."""
 
     def serve(self) -> None:
-        """Answer passes until `close`, on a thread of its own. Raises ValueError for a pass that does not
-        fit."""
+        """Answer the owner until `close`, on a thread of its own. Raises ValueError or IndexError for what
+        does not fit."""
 
     def close(self) -> None:
         """End the exchange for both sides. Idempotent."""
@@ -31,14 +32,16 @@ class SharedPart(Protocol):
     """The part that a `HostModules` names, in a number of pages."""
 
     @property
-    def memory(self) -> SharedMemory: ...
+    def layout(self) -> MemoryLayout: ...
 
-    def own(self, fd: int, timeout_s: float) -> MovedHeads | HostedLayers:
-        """Map the memory on the owner's side. A helper that takes longer than `timeout_s` for a layer counts
-        as lost."""
+    def own(
+        self, memory: Memory, timeout_s: float, wire: Wire | None = None, remote: RemotePages | None = None
+    ) -> MovedHeads | HostedLayers:
+        """Return the part at the owner's side. A helper that takes longer than `timeout_s` for a layer counts
+        as lost. `wire` and `remote` connect the owner with a helper on another host."""
 
-    def host(self, fd: int) -> Hosted:
-        """Map the memory on the helper's side."""
+    def host(self, memory: Memory, wire: Wire | None = None) -> Hosted:
+        """Return the part at the helper's side. `wire` connects the helper with an owner on another host."""
 
 
 def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
@@ -67,16 +70,18 @@ class _Heads:
         heads = model.heads.last(request.num_heads)
         self._shape = MailboxShape(request.most_tokens, request.most_sequences, num_pages, heads, kv.dtype)
         layer_shape = (num_pages, heads.num_kv_heads, 2, kv.page_size, heads.head_dim)
-        self.memory = SharedMemory(self._shape.size_bytes, layer_shape, len(kv.layers), kv.dtype)
+        self.layout = MemoryLayout(self._shape.size_bytes, layer_shape, len(kv.layers), kv.dtype)
 
-    def own(self, fd: int, timeout_s: float) -> MovedHeads:
-        mailbox, layers = self.memory.map(fd)
-        return MovedHeads(layers, HeadsOwner(self._model.library, mailbox, self._shape, timeout_s))
+    def own(
+        self, memory: Memory, timeout_s: float, wire: Wire | None = None, remote: RemotePages | None = None
+    ) -> MovedHeads:
+        owner = HeadsOwner(self._model.library, memory.mailbox, self._shape, timeout_s, wire)
+        return MovedHeads(memory.layers, owner, remote)
 
-    def host(self, fd: int) -> Hosted:
-        mailbox, layers = self.memory.map(fd)
+    def host(self, memory: Memory, wire: Wire | None = None) -> Hosted:
         windows = [self._model.spec.layer_sliding_window(layer) for layer in self._kv.layers]
-        return _HostedHeads(HeadsHelper(self._model.library, mailbox, self._shape, layers, windows))
+        library, (mailbox, layers) = self._model.library, memory
+        return _HostedHeads(HeadsHelper(library, mailbox, self._shape, layers, windows, wire))
 
 
 class _HostedHeads:
@@ -98,17 +103,17 @@ class _Layers:
             request.most_tokens, request.most_sequences, num_pages, model.spec.hidden_size, kv.dtype
         )
         layer_shape = (num_pages, len(kv.kv_heads), 2, kv.page_size, model.spec.head_dim)
-        self.memory = SharedMemory(self._shape.size_bytes, layer_shape, len(self._layers), kv.dtype)
+        self.layout = MemoryLayout(self._shape.size_bytes, layer_shape, len(self._layers), kv.dtype)
 
-    def own(self, fd: int, timeout_s: float) -> HostedLayers:
-        mailbox, pages = self.memory.map(fd)
-        owner = LayersOwner(self._model.library, mailbox, self._shape, timeout_s)
-        return HostedLayers(self._layers, pages, owner)
+    def own(
+        self, memory: Memory, timeout_s: float, wire: Wire | None = None, remote: RemotePages | None = None
+    ) -> HostedLayers:
+        owner = LayersOwner(self._model.library, memory.mailbox, self._shape, timeout_s, wire)
+        return HostedLayers(self._layers, memory.layers, owner, remote)
 
-    def host(self, fd: int) -> Hosted:
-        mailbox, pages = self.memory.map(fd)
+    def host(self, memory: Memory, wire: Wire | None = None) -> Hosted:
         own = self._kv
-        helper = LayersHelper(self._model.library, mailbox, self._shape, own.page_size)
+        helper = LayersHelper(self._model.library, memory.mailbox, self._shape, own.page_size, wire)
         kv = DeviceKVCache(
             own.spec,
             self._layers,
@@ -116,7 +121,7 @@ class _Layers:
             own.page_size,
             own.dtype,
             own.device,
-            memory=pages,
+            memory=memory.layers,
             owner=helper,
         )
         return _HostedLayers(helper, self._model, kv)

@@ -8,12 +8,16 @@ Owns: the worker's connections and the loop that reads orders. Does not know: ho
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
 from kvstore.client.worker_client import WorkerClient
+from kvstore.server.listeners import listen_tcp
+from mooncake.config.settings import host_and_port
+from mooncake.endpoints import bracketed
 from mooncake.errors import ModelError
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
@@ -37,6 +41,8 @@ from workers.groups.next_stage import NextStage, engines_of, least_capacity, nex
 from workers.groups.rank_messages import Meet
 from workers.kvcache.copies import copies_for
 from workers.kvcache.latest_stats import LatestStats
+from workers.modules.connections import Owners
+from workers.modules.helper_link import HelperAccess
 from workers.modules.hosting import ModulesHost
 from workers.prefill.chunks import ChunkPlan, LayerCosts
 from workers.prefill.queue import PrefillQueue
@@ -123,6 +129,7 @@ class LeaderSession:
                     await self._next.join()
                 if self._followers is not None:
                     await self._followers.join()
+                self._modules_listener = self._listen_for_owners(stack)
                 self._start_runners(group, pool)
                 if self._followers is not None:
                     self._followers.start(group, self._prefill.hear)
@@ -149,6 +156,14 @@ class LeaderSession:
                     link.close()
             if self._executor.kv.is_helped:
                 self._executor.kv.reset()  # nothing of this session uses pages any more
+
+    def _listen_for_owners(self, stack: contextlib.AsyncExitStack) -> socket.socket | None:
+        """Return a socket that listens for owners of modules on other hosts until `stack` ends; None if it is
+        not configured. Raises ConfigError."""
+        listen = self._process.config.worker.modules_listen
+        if listen is None or self._why_not_helped:
+            return None
+        return stack.enter_context(listen_tcp(*host_and_port(listen)))
 
     @contextlib.asynccontextmanager
     async def _meet(self, followers: Followers) -> AsyncIterator[None]:
@@ -190,7 +205,7 @@ class LeaderSession:
             self._link.emit,
             self._decode_jobs,
             self._fingerprint,
-            config.conductor.peer_timeout_s,
+            HelperAccess(self._process.cluster_key, config.conductor.peer_timeout_s),
             self._link.beat_now,
             lambda: bool(self._prefill_jobs.refs),
             self._followers,
@@ -205,6 +220,9 @@ class LeaderSession:
             self._executor.kv,
             lambda: self._decode.most_pages,
             lambda: bool(self._decode.modules.helper),
+            None
+            if self._modules_listener is None
+            else Owners(self._modules_listener, self._process.cluster_key),
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
@@ -275,8 +293,18 @@ class LeaderSession:
             self._executor.device_name,
             self._can_decode,
             newest_version=SPOKEN.newest,
-            modules=ModulesSupport(self._process.modules_socket, self._why_not_helped),
+            modules=ModulesSupport(
+                self._process.modules_socket, self._why_not_helped, self._modules_endpoint
+            ),
         )
+
+    @property
+    def _modules_endpoint(self) -> str:
+        """The endpoint for owners of modules on other hosts; empty for none."""
+        if self._modules_listener is None:
+            return ""
+        host = bracketed(self._process.config.messenger.hosts[0])
+        return f"tcp://{host}:{self._modules_listener.getsockname()[1]}"
 
     @property
     def _why_not_helped(self) -> str:

@@ -8,17 +8,18 @@ import transformers
 
 from mooncake.messages.migration import PlaceModules
 from mooncake.messages.workers import WorkFailed
-from tests.kvstore.nodes import DEADLINE_S
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
 from tests.workers.mini_cluster import FINGERPRINT, tokens_of
 from tests.workers.modules_lab import NUM_PAGES, paired, until, wide_model
 from tests.workers.modules_lab import hosting as hosting_of
 from workers.errors import ModulesStayError
 from workers.modules import hosting
-from workers.modules.helper_link import HelperLink
+from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.link_messages import LINK_VERSION, HostModules
 
 pytestmark = pytest.mark.cluster
+ACCESS = HelperAccess(CLUSTER_KEY, DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,7 @@ async def test_an_owner_that_ends_leaves_nothing_behind(
     async with paired(start_decode_lab, tmp_path) as pair:
         request = HostModules(LINK_VERSION, "d9", FINGERPRINT, 1, None, NUM_PAGES, NUM_PAGES, 16, 8)
         executor = pair.owner.executor
-        link = await HelperLink.connect(
-            pair.path, request, executor.model, executor.kv, DEADLINE_S, lambda: None
-        )
+        link = await HelperLink.connect(pair.path, request, executor.model, executor.kv, ACCESS, lambda: None)
         assert pair.host.num_hosted == {"d9": 1}
         assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES * 3 // 4
         link.close()  # as the system does at the end of a process
@@ -95,7 +94,7 @@ async def test_a_helper_has_no_helper_whatever_a_conductor_orders(
         await until((tmp_path / "owner.sock").exists)
         with pytest.raises(ModulesStayError, match="are elsewhere themselves"):
             await HelperLink.connect(
-                str(tmp_path / "owner.sock"), request, executor.model, executor.kv, DEADLINE_S, lambda: None
+                str(tmp_path / "owner.sock"), request, executor.model, executor.kv, ACCESS, lambda: None
             )
         task.cancel()
         await pair.move(0)

@@ -8,13 +8,14 @@ Owns: the memory of the next arrangement until then. Does not know: which pages 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from kernels.cpu.library import Library
 from kernels.cpu.page_copy import PageCopies, take_memory
-from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
+from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads, RemotePages
 
 _GROWTH_SHARE = 0.1
 """Share of the pages that is expected to come into use while the others are copied."""
@@ -37,10 +38,17 @@ class KVCacheMove:
                 self._layers[layer - kv.layers.start] = pages
             first = helped.layers.start - kv.layers.start
             del self._own[first : first + len(helped.layers)]
-        before = [_by_head(kv.layer(layer), kv.moved, layer - kv.layers.start) for layer in kv.layers]
-        after = [_by_head(pages, moved, position) for position, pages in enumerate(self._layers)]
-        heads = zip(itertools.chain(*before), itertools.chain(*after), strict=True)
-        self._copies = PageCopies(library, heads)
+        before = _Heads([kv.layer(layer) for layer in kv.layers], kv.helped, kv.layers.start)
+        after = _Heads(self._layers, helped, kv.layers.start)
+        assert before.remote is None or after.remote is None, "modules go from one helper to no other"
+        self._before, self._after = before.remote, after.remote
+        self._staged = after.staged if before.staged is None else before.staged
+        """Memory for pages of a helper on another host, some at a time."""
+        pairs = list(zip(before.pages, after.pages, strict=True))
+        parts = [(source.tensor, target.tensor) for source, target in pairs]
+        here = [not (source.is_staged or target.is_staged) for source, target in pairs]
+        self._copies = PageCopies(library, itertools.compress(parts, here))
+        self._staging = PageCopies(library, itertools.compress(parts, (not one for one in here)))
         self.num_expected_pages = min(num_pages, len(kv.used_pages()) + round(_GROWTH_SHARE * num_pages))
         """Pages that are expected to be in use when the move is complete."""
         self.expected_bytes = self.num_expected_pages * len(self._own) * self._own[0][0].nbytes
@@ -58,21 +66,68 @@ class KVCacheMove:
     def copy(self, pages: Sequence[int]) -> None:
         """Copy `pages` of all layers to the new memory.
 
-        Blocking; other threads may read the pages, but not write them.
+        Blocking; other threads may read the pages, but not write them. Raises TransferError if a helper on
+        another host is lost.
         """
         self._copies.copy(pages)
-        self.copied_bytes += len(pages) * self._copies.page_bytes
+        if self._before is not None:
+            for some, staged in self._some_of(pages, self._before):
+                self._before.read(some, staged)
+                self._staging.copy(range(len(some)), some)
+        elif self._after is not None:
+            for some, staged in self._some_of(pages, self._after):
+                self._staging.copy(some, range(len(some)))
+                self._after.write(some, staged)
+        self.copied_bytes += len(pages) * (self._copies.page_bytes + self._staging.page_bytes)
+
+    def _some_of(
+        self, pages: Sequence[int], remote: RemotePages
+    ) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+        """Yield as many pages as one message has, with the memory for their blocks."""
+        assert self._staged is not None
+        for begin in range(0, len(pages), remote.pages_at_a_time):
+            some = pages[begin : begin + remote.pages_at_a_time]
+            yield some, self._staged[:, : len(some)]
 
     def complete(self) -> list[torch.Tensor]:
         """Switch the cache to the new arrangement, and end the move. Returns the memory of the old one.
 
         Nothing computes now, and all used pages have been copied as they are.
         """
-        del self._copies  # which has the old memory too
+        del self._copies, self._staging  # which have the old memory too
         return self._kv.rearrange(self._layers, self._helped)
 
 
-def _by_head(pages: torch.Tensor, moved: MovedHeads | None, position: int) -> list[torch.Tensor]:
-    """Return a layer's pages head by head, each `[num_pages, 2, page_size, head_dim]`, moved ones too."""
-    heads = list(pages.unbind(1))
-    return heads if moved is None else heads + list(moved.layers[position].unbind(1))
+class _HeadPages(NamedTuple):
+    """A head's pages of one layer, `[num_pages, 2, page_size, head_dim]`, or staged blocks of them."""
+
+    tensor: torch.Tensor
+    is_staged: bool
+
+
+class _Heads:
+    """All heads of all layers in one arrangement. Those of a helper on another host are staged here."""
+
+    def __init__(
+        self, layers: Sequence[torch.Tensor], helped: MovedHeads | HostedLayers | None, first: int
+    ) -> None:
+        """`layers` are those from `first` on, of which a helper has `helped`."""
+        self.remote = None if helped is None else helped.remote
+        self.staged: torch.Tensor | None = None
+        """Memory for the blocks of the helper's pages."""
+        self.pages: list[_HeadPages] = []
+        hosted = helped.layers if isinstance(helped, HostedLayers) else range(first, first + len(layers))
+        if self.remote is not None:
+            self.staged = self.remote.new_blocks(len(hosted), self.remote.pages_at_a_time)
+        for layer, pages in enumerate(layers, first):
+            is_hosted = isinstance(helped, HostedLayers) and layer in hosted
+            self._add(pages, layer - hosted.start if is_hosted else None)
+            if isinstance(helped, MovedHeads):
+                self._add(helped.layers[layer - first], layer - first)
+
+    def _add(self, pages: torch.Tensor, position: int | None) -> None:
+        """Add the heads of a layer's pages, which are at the helper's `position` if a helper has them."""
+        if self.staged is not None and position is not None:
+            self.pages += (_HeadPages(head, True) for head in self.staged[position].unbind(1))
+        else:
+            self.pages += (_HeadPages(head, False) for head in pages.unbind(1))

@@ -1,7 +1,8 @@
 """Moves of modules from a decode instance to a helper, and back (BanaServe, section 4.1).
 
-Requests go on meanwhile (`rearranger`). When the helper is lost, its modules return too: their memory is
-still mapped by this process, and an iteration that the helper has not answered is computed again. The weights
+Requests go on meanwhile (`rearranger`). When a helper of this host is lost, its modules return too: their
+memory is still mapped by this process, and an iteration that the helper has not answered is computed again.
+With a helper on another host the KVCache of its modules is lost, and the session ends. The weights
 of layers at a helper are freed, so that there is memory for more pages, and are loaded from the checkpoint
 before the layers return.
 
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from mooncake.errors import ModelError
+from mooncake.errors import ModelError, TransferError
 from mooncake.messages.migration import ModulesPlace, PlaceModules
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch
@@ -31,7 +32,7 @@ from workers.decode.sequence import Sequence
 from workers.engine.kvcache import HostedLayers
 from workers.errors import ModulesStayError, SessionLostError
 from workers.execution.executor import Executor
-from workers.modules.helper_link import HelperLink
+from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.link_messages import LINK_VERSION, HostModules
 from workers.modules.shared_parts import share_of
 
@@ -41,10 +42,10 @@ log = logging.getLogger(__name__)
 class ModuleMoves:
     """The modules of the instance `name`. `run` carries out orders one after the other.
 
-    `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
-    layer is lost. `most_pages` returns how many pages a request here may need; `has_prompts` whether passes
-    outside of the batch use pages, of which none may begin while `place` names a helper. `call_off` gives up
-    a request that is to move here and is not decoded yet.
+    `most_tokens` is the largest number of new tokens of an iteration. `most_pages` returns how many pages a
+    request here may need; `has_prompts` whether passes outside of the batch use pages, of which none may
+    begin while `place` names a helper. `call_off` gives up a request that is to move here and is not decoded
+    yet.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class ModuleMoves:
         loop: BatchLoop,
         most_tokens: int,
         max_batch: int,
-        timeout_s: float,
+        helpers: HelperAccess,
         most_pages: Callable[[], int],
         has_prompts: Callable[[], bool],
         call_off: Callable[[Sequence], Awaitable[None]],
     ) -> None:
         self._name, self._fingerprint = name, fingerprint
         self._executor, self._loop = executor, loop
-        self._most_tokens, self._max_batch, self._timeout_s = most_tokens, max_batch, timeout_s
+        self._most_tokens, self._max_batch, self._helpers = most_tokens, max_batch, helpers
         self._most_pages, self._has_prompts = most_pages, has_prompts
         self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow] = asyncio.Queue()
         self._link: HelperLink | None = None
@@ -187,7 +188,7 @@ class ModuleMoves:
             self._max_batch,
         )
         request = msgspec.structs.replace(request, wanted_pages=self._most_pages_without(request))
-        link = await HelperLink.connect(order.socket, request, model, kv, self._timeout_s, self.lost)
+        link = await HelperLink.connect(order.socket, request, model, kv, self._helpers, self.lost)
         try:
             move = self._rearranger.begin(link.num_pages, link.helped)
             copied = await self._rearranger.pre_copy(move)
@@ -197,9 +198,9 @@ class ModuleMoves:
             if isinstance(link.helped, HostedLayers):
                 layers = link.helped.layers
                 await self._rearranger.beside(lambda: model.free_layers(layers))
-        except ModulesStayError:
+        except (ModulesStayError, TransferError) as error:
             await link.end()  # so that the helper does not refuse the next order for this one
-            raise
+            raise ModulesStayError(str(error)) from None
         except BaseException:
             link.close()
             raise
@@ -245,14 +246,22 @@ class ModuleMoves:
             if not self._is_lost:
                 kv.reopen()
             raise
-        await self._rearranger.switch(move, await self._rearranger.pre_copy(move))
+        try:
+            await self._rearranger.switch(move, await self._rearranger.pre_copy(move))
+        except TransferError as error:
+            raise self._kvcache_lost(str(error)) from None
         await self._end_hosting(outcome)
 
     async def _come_back(self, reason: str) -> None:
-        """Return all modules to this instance, as the helper is lost. No iteration runs until then."""
+        """Return all modules to this instance, as the helper is lost. No iteration runs until then.
+
+        Raises SessionLostError if they cannot return.
+        """
         kv = self._executor.kv
-        if not kv.is_helped:
+        if kv.helped is None:
             return
+        if kv.helped.remote is not None:
+            raise self._kvcache_lost(f"{self.place.helper} is lost")
         log.warning("%s", reason)
         self._tell(is_moving=True)
         await self._loop.quiet()
@@ -265,6 +274,11 @@ class ModuleMoves:
         await self._rearranger.switch(move, set())
         await self._end_hosting("lost")
         self._tell(is_moving=False, error=reason)
+
+    def _kvcache_lost(self, reason: str) -> SessionLostError:
+        """Return the error that the KVCache of a helper on another host is lost, and with it all requests
+        here."""
+        return SessionLostError(f"{reason}, and with it the KVCache of {self.place.what}")
 
     async def _end_hosting(self, outcome: str) -> None:
         self.meter.ended(outcome)

@@ -50,6 +50,7 @@ WISHES = (
     SamplingParams(60, temperature=1.5, seed=3, stop_token_ids=(IM_END_ID,), grammar=GRAMMAR),
 )
 
+REMOTE = pytest.mark.parametrize("is_remote", [False, True], ids=["one host", "two hosts"])
 PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
 
 
@@ -69,6 +70,7 @@ def begin(pair: Pair, name: str, index: int) -> Decoded:
     return pair.lab.begin(f"{name}-{index}", prompt, sampling, pair.owner, inline=index % 3 != 2)
 
 
+@REMOTE
 @pytest.mark.parametrize(
     "parts",
     [(1, 0, 2, 0, 1, 0), (LayerRange(1, 3), 0, LayerRange(0, 1), 0, LayerRange(1, 2), 0)],
@@ -78,9 +80,9 @@ def begin(pair: Pair, name: str, index: int) -> Decoded:
     "sizes", [SIZES, Sizes(num_decode=2, num_device_pages=24, num_pool_pages=60, max_batch=4)], ids=str
 )
 async def test_answers_are_those_of_modules_that_stay(
-    start_decode_lab: StartDecodeLab, tmp_path: Path, sizes: Sizes, parts: Sequence[Part]
+    start_decode_lab: StartDecodeLab, tmp_path: Path, sizes: Sizes, parts: Sequence[Part], *, is_remote: bool
 ) -> None:
-    async with paired(start_decode_lab, tmp_path, sizes) as pair:
+    async with paired(start_decode_lab, tmp_path, sizes, is_remote=is_remote) as pair:
         expected = await answers(pair, "stays", 8)
         running = asyncio.create_task(answers(pair, "moves", 8))
         for part in parts:

@@ -1,0 +1,163 @@
+"""Connections between owners of modules and helpers on other hosts: TCP, each message behind its length.
+
+Both ends first prove that they know the cluster's key. An unauthenticated peer can send some hundred bytes,
+and has a short time.
+
+Owns: the connections until their first message. Does not know: what is asked of a helper.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from kvstore.server.listeners import accept
+from mooncake.endpoints import preferred
+from mooncake.errors import TransferError
+from mooncake.security.greeting import MODULES, Challenge, Greeting, GreetingClient, GreetingServer, Proof
+from mooncake.security.keys import ClusterKey
+from mooncake.security.waiting_peers import WaitingPeers
+from workers.errors import ModulesStayError
+from workers.modules.link_messages import LONGEST_MESSAGE_BYTES
+
+_SCHEME = "tcp://"
+_LENGTH = struct.Struct("<I")
+_LONGEST_GREETING_BYTES = 256
+"""Bytes of a message of the greeting at most."""
+_MOST_UNAUTHENTICATED = 64
+"""Unauthenticated connections at a listener at most; one more ends the oldest."""
+_GREETING_TIMEOUT_S = 5.0
+"""Seconds in which a peer must have proved that it knows the key, and sent its first message."""
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000),
+)
+"""A host that has vanished is given up after five seconds."""
+log = logging.getLogger(__name__)
+Message = TypeVar("Message", bound=msgspec.Struct)
+Serve = Callable[[socket.socket, bytes], Awaitable[None]]
+"""A callback that gets an authenticated connection with its first message, and ends before the connection."""
+
+
+def is_remote(address: str) -> bool:
+    """Return whether an address is one of TCP, and not the path of a Unix socket."""
+    return address.startswith(_SCHEME)
+
+
+async def connect(address: str, key: ClusterKey) -> socket.socket:
+    """Return a connection to a helper, after both sides have proved that they know the key.
+
+    Raises ModulesStayError for a peer with another key, and OSError.
+    """
+    host, _, port = address.removeprefix(_SCHEME).rpartition(":")
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    family, number = preferred(found)
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        await loop.sock_connect(sock, (number, int(port)))
+        _set_options(sock)
+        client = GreetingClient(key, MODULES)
+        await send(sock, client.greeting)
+        proof = client.answer(_decoded(await receive(sock, _LONGEST_GREETING_BYTES), Challenge))
+        if proof is None:
+            raise ModulesStayError("it has another cluster key; give all nodes the same key file")
+        await send(sock, proof)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def send(sock: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message. Raises OSError."""
+    payload = msgspec.msgpack.encode(message)
+    await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(payload)) + payload)
+
+
+async def receive(sock: socket.socket, most_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
+    """Return the next message, of at most `most_bytes`; empty if the connection has ended.
+
+    Raises TransferError for a longer one, and OSError.
+    """
+    head = await _receive(sock, _LENGTH.size)
+    if not head:
+        return b""
+    (num_bytes,) = _LENGTH.unpack(head)
+    if num_bytes > most_bytes:
+        raise TransferError(f"a message of {num_bytes} bytes; at most {most_bytes} were expected")
+    return await _receive(sock, num_bytes)
+
+
+async def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+    loop, parts = asyncio.get_running_loop(), bytearray()
+    while len(parts) < num_bytes:
+        part = await loop.sock_recv(sock, num_bytes - len(parts))
+        if not part:
+            return b""
+        parts += part
+    return bytes(parts)
+
+
+class Owners:
+    """The owners on other hosts that connect to `listener`, while `run` runs."""
+
+    def __init__(self, listener: socket.socket, key: ClusterKey) -> None:
+        self._listener, self._key = listener, key
+        self._unauthenticated = WaitingPeers[socket.socket](_MOST_UNAUTHENTICATED, _shut_down)
+
+    async def run(self, serve: Serve) -> None:
+        """Admit peers, and serve each authenticated one, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._admit(await accept(self._listener), serve))
+
+    async def _admit(self, sock: socket.socket, serve: Serve) -> None:
+        with sock:
+            self._unauthenticated.enter(sock)
+            try:
+                async with asyncio.timeout(_GREETING_TIMEOUT_S):
+                    _set_options(sock)
+                    await self._authenticate(sock)
+                    self._unauthenticated.leave(sock)
+                    first = await receive(sock)
+            except (OSError, TransferError, TimeoutError) as error:
+                log.info("a connection for modules is refused: %s", error or type(error).__name__)
+                return
+            finally:
+                self._unauthenticated.leave(sock)
+            await serve(sock, first)
+
+    async def _authenticate(self, sock: socket.socket) -> None:
+        greeting = _decoded(await receive(sock, _LONGEST_GREETING_BYTES), Greeting)
+        server = GreetingServer(self._key, MODULES, greeting)
+        await send(sock, server.challenge)
+        if not server.admits(_decoded(await receive(sock, _LONGEST_GREETING_BYTES), Proof)):
+            raise TransferError("it has another cluster key")
+
+
+def _decoded(payload: bytes, kind: type[Message]) -> Message:
+    """Return a message of the greeting. Raises TransferError."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"a {kind.__name__} was expected: {error}") from None
+
+
+def _set_options(sock: socket.socket) -> None:
+    for option in _OPTIONS:
+        sock.setsockopt(*option)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
