@@ -5,6 +5,7 @@ Owns: how the supervisor forks its children. Does not know: what any of them doe
 
 import asyncio
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -17,6 +18,7 @@ from tests.cluster.harness import ROOT, Server
 from tests.forked import Forked, preload
 
 _CONTEXT = multiprocessing.get_context("fork")
+_CLONE_NEWNS = 0x00020000
 _NAME = "child-of-mooncake-serve:"
 preload("tests.cluster.preloaded")
 
@@ -52,6 +54,14 @@ class ForkedServer(Server):
         return None
 
 
+class ServerOnOtherHost(ForkedServer):
+    """As `ForkedServer`, in a mount namespace of its own: for others it is on another host."""
+
+    @property
+    def _supervise(self) -> Callable[[list[str]], None]:
+        return supervise_elsewhere
+
+
 def _listed(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
@@ -65,6 +75,14 @@ def supervise(arguments: list[str], folder: Path = ROOT) -> None:
     sys.argv = ["mooncake-serve", *arguments]
     asyncio.create_subprocess_exec = _Child.start  # type: ignore[assignment]
     runpy.run_module("mooncake", run_name="__main__")
+
+
+def supervise_elsewhere(arguments: list[str]) -> None:
+    """As `supervise`, on a host of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "no mount namespace of its own")
+    supervise(arguments)
 
 
 class _Child:

@@ -1,18 +1,24 @@
 """Modules that go to a helper and back while clients wait: `mooncake-serve migrate`."""
 
+import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from mooncake.cli.commands import run
+from mooncake.security.keys import ClusterKey
+from tests.cluster.forked import ForkedServer, ServerOnOtherHost
 from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.tiny_cluster import body, complete, is_ready, post, text_of, tiny_server
 from tests.deadline import DEADLINE_S
+from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
@@ -24,21 +30,52 @@ PROMPTS = [list(range(3 + index, 30 + 3 * index)) for index in range(6)]
 NUM_TOKENS = 200
 
 
+FLAGS = (
+    f"--kvcache-device-bytes={NUM_PAGES * PAGE_BYTES}",
+    "--worker-max-batch=3",  # so that both instances get requests
+    "--conductor-rebalancing=false",
+    "--conductor-migrate-for-slos=false",
+)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two decode instances of a model with 4 KV heads, which the CPU's own kernels compute."""
-    model = tmp_path_factory.mktemp("wide") / "tiny"
-    tiny_model("llama3", model, hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
-    write_tiny_tokenizer(model)
-    arguments = (
-        "--num-decode=2",
-        f"--kvcache-device-bytes={NUM_PAGES * PAGE_BYTES}",
-        "--worker-max-batch=3",  # so that both instances get requests
-        "--conductor-rebalancing=false",
-        "--conductor-migrate-for-slos=false",
-    )
-    with tiny_server(model, tmp_path_factory.mktemp("run"), *arguments) as running:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with 4 KV heads, which the CPU's own kernels compute."""
+    folder = tmp_path_factory.mktemp("wide") / "tiny"
+    tiny_model("llama3", folder, hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    write_tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two decode instances on one host."""
+    with tiny_server(model, tmp_path_factory.mktemp("run"), "--num-decode=2", *FLAGS) as running:
         yield running
+
+
+@pytest.fixture
+def nodes(model: Path, tmp_path: Path) -> Iterator[dict[str, Server]]:
+    """A node with the Conductor, and one for each instance; decode-1 is on another host."""
+    ClusterKey.generate().save(tmp_path / "key")
+    shared = (f"--security-key-file={tmp_path / 'key'}", "--conductor-reply-endpoint=tcp://127.0.0.1:*")
+    started: dict[str, Server] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(
+            name: str, *flags: str, until: str = r"\] ready \w+ on", kind: type[ForkedServer] = ForkedServer
+        ) -> None:
+            run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
+            each = (*FLAGS, *shared, *flags)
+            started[name] = stack.enter_context(tiny_server(model, run_dir, *each, until=until, kind=kind))
+
+        there = f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"
+        start("conductor", "--role=conductor", there, until="^ready in")
+        start("prefill-0", "--role=prefill", "--instance=prefill-0", there)
+        start("decode-0", "--role=decode", "--instance=decode-0", there)
+        listening = "--worker-modules-listen=127.0.0.1:0"
+        start("decode-1", "--role=decode", "--instance=decode-1", there, listening, kind=ServerOnOtherHost)
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +239,26 @@ def test_orders_that_cannot_be_carried_out_are_refused_by_name(
     role = HTTP.post(f"{server.url}/admin/instances/decode-1/role?role=prefill", timeout=DEADLINE_S)
     assert role.json()["error"]["message"] == "decode-1 has KV heads or layers of decode-0"
     assert migrate(server, "decode-0", "decode-1", "--back") == 0
+
+
+def test_modules_go_to_another_host_and_back_and_the_loss_of_the_host_costs_no_answer(
+    nodes: dict[str, Server], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    conductor = nodes["conductor"]
+    clients = Clients(conductor, expected)
+    assert migrate(conductor, "decode-1", "decode-0", "--heads=1") == 1
+    assert "are on different hosts, and decode-0 hosts KV heads of its own host" in capsys.readouterr().err
+    for part, num_pages in (("--heads=1", 341), ("--layers=3:4", 361)):
+        clients.ask()
+        assert migrate(conductor, "decode-0", "decode-1", part) == 0
+        assert instance(conductor, "decode-0")["num_device_pages"] == num_pages
+        clients.ask()
+        assert migrate(conductor, "decode-0", "decode-1", "--back") == 0
+        wait_for_pages(conductor, NUM_PAGES, NUM_PAGES)
+    clients.check()
+    assert migrate(conductor, "decode-0", "decode-1", "--layers=1:3") == 0
+    clients.ask()
+    os.kill(nodes["decode-1"].pid_of("decode-1"), signal.SIGKILL)
+    clients.check()
+    wait_for_pages(conductor, NUM_PAGES, NUM_PAGES)
+    assert instance(conductor, "decode-0")["heads"]["helper"] == ""

@@ -12,13 +12,14 @@ import transformers
 
 from kernels.cpu.moved_heads import HeadsHelper
 from kernels.cpu.passes import HostedPass
-from tests.kvstore.nodes import DEADLINE_S
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
 from tests.workers.gate import Brake
 from tests.workers.mini_cluster import tokens_of
 from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, paired, prepared, until, wide_model
 from workers.decode.migration import helper_pace
 from workers.modules import helper_link
+from workers.modules.helper_link import HelperAccess
 
 pytestmark = pytest.mark.cluster
 
@@ -54,7 +55,7 @@ async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_reque
     async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
         kv, third = pair.owner.executor.kv, pair.lab.decodes[2]
         expected = await tokens_of(pair.begin("stays", 100, third, 40).answer)
-        pair.owner.decode._module_moves._timeout_s = 0.05
+        pair.owner.decode._module_moves._helpers = HelperAccess(CLUSTER_KEY, 0.05)
         await pair.move(1)
         keeps_waiting = kv.allocate(NUM_PAGES + 1)  # so that modules do not come back yet
         kv.free(keeps_waiting[:-1])
@@ -100,7 +101,7 @@ async def test_the_end_of_a_helper_that_stands_still_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(helper_link, "_END_TIMEOUT_S", 100 * DEADLINE_S)
     async with paired(start_decode_lab, tmp_path) as pair:
-        pair.owner.decode._module_moves._timeout_s = 0.05
+        pair.owner.decode._module_moves._helpers = HelperAccess(CLUSTER_KEY, 0.05)
         await pair.move(1)
         helper = Stopped(monkeypatch)
         decoded = pair.begin("stopped", 20, pair.owner)
@@ -114,7 +115,7 @@ async def test_an_owner_ends_although_its_helper_stands_still(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        pair.owner.decode._module_moves._timeout_s = 100 * DEADLINE_S
+        pair.owner.decode._module_moves._helpers = HelperAccess(CLUSTER_KEY, 100 * DEADLINE_S)
         await pair.move(1)
         helper = Stopped(monkeypatch)
         pair.begin("ends", 100, pair.owner)

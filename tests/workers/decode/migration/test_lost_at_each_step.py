@@ -113,6 +113,7 @@ def cases(num_quick: int) -> list[Any]:
     ]
 
 
+REMOTE = pytest.mark.parametrize("is_remote", [False, True], ids=["one host", "two hosts"])
 SOME_CASES = pytest.mark.parametrize(
     "chosen",
     [CASES[:NUM_QUICK], pytest.param(CASES[NUM_QUICK:], marks=pytest.mark.soak)],
@@ -141,11 +142,12 @@ async def test_a_helper_that_ends_at_a_step_costs_no_answer(
         await pair.move(0)
 
 
+@REMOTE
 @pytest.mark.parametrize(("step", "part"), cases(NUM_QUICK))
 async def test_an_owner_that_ends_at_a_step_leaves_nothing_behind(
-    start_decode_lab: StartDecodeLab, tmp_path: Path, step: tuple[str, str], part: Part
+    start_decode_lab: StartDecodeLab, tmp_path: Path, step: tuple[str, str], part: Part, *, is_remote: bool
 ) -> None:
-    async with paired(start_decode_lab, tmp_path) as pair:
+    async with paired(start_decode_lab, tmp_path, is_remote=is_remote) as pair:
 
         async def kill() -> None:
             pair.lose_owner()
@@ -162,11 +164,16 @@ async def test_an_owner_that_ends_at_a_step_leaves_nothing_behind(
         assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
 
 
+@REMOTE
 @SOME_CASES
 async def test_clients_that_go_at_a_step_cost_no_other_answer(
-    start_decode_lab: StartDecodeLab, tmp_path: Path, chosen: list[tuple[tuple[str, str], Part]]
+    start_decode_lab: StartDecodeLab,
+    tmp_path: Path,
+    chosen: list[tuple[tuple[str, str], Part]],
+    *,
+    is_remote: bool,
 ) -> None:
-    async with paired(start_decode_lab, tmp_path) as pair:
+    async with paired(start_decode_lab, tmp_path, is_remote=is_remote) as pair:
         expected = [await tokens_of(decoded.answer) for decoded in begin(pair, "alone")]
         for number, (step, part) in enumerate(chosen):
             begun = begin(pair, f"{number}")

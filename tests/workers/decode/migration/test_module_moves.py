@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from mooncake.errors import ModelError
+from mooncake.errors import ModelError, TransferError
 from mooncake.messages.migration import LayerRange
 from mooncake.messages.requests import SamplingParams
 from mooncake.messages.workers import WorkFailed
@@ -188,6 +188,24 @@ async def test_a_session_ends_if_the_weights_of_a_lost_helpers_layers_cannot_be_
                 await moves._come_back("lost, and here again")
         await moves._come_back("lost, and here again")
         assert await answers(pair, "later", 1) == expected
+
+
+@PARTS
+async def test_a_session_ends_with_a_helper_on_another_host(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
+) -> None:
+    async def lose() -> None:
+        async with paired(start_decode_lab, tmp_path, is_remote=True) as pair:
+            await pair.move(part)
+            begun = [begin(pair, "lost", index) for index in range(4)]
+            await until(lambda: any(decoded.answer.tokens for decoded in begun))
+            await pair.lose_helper()
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await lose()
+    assert ended.group_contains(SessionLostError, match="d1 is lost, and with it the KVCache of ")
+    assert not ended.group_contains(TransferError)
 
 
 async def beyond_own_pages(pair: Pair, part: Part) -> tuple[list[list[int]], list[Decoded]]:
