@@ -8,6 +8,7 @@ two processes. Both kinds of steps have the same KVCache, and their logits are c
 
 import argparse
 import asyncio
+import contextlib
 import multiprocessing
 import statistics
 import tempfile
@@ -18,12 +19,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine import SMOLLM2
+from benchmarks.other_host import THERE, enter, other_host
+from kvstore.server.listeners import listen_tcp
 from mooncake.security.keys import ClusterKey
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
+from workers.modules.connections import Owners
 from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.hosting import ModulesHost
 from workers.modules.link_messages import LINK_VERSION, HostModules
@@ -47,6 +51,7 @@ PAGE_SIZE = 32
 NUM_STEPS = 15
 ACCESS = HelperAccess(ClusterKey.generate(), 60.0)
 FINGERPRINT = "benchmark"
+PORT = 7100
 
 
 def empty(shape: str, num_pages: int) -> tuple[DecoderModel, DeviceKVCache]:
@@ -57,11 +62,18 @@ def empty(shape: str, num_pages: int) -> tuple[DecoderModel, DeviceKVCache]:
     return model, DeviceKVCache(spec, layers, num_pages, PAGE_SIZE, torch.bfloat16)
 
 
-def help_owners(shape: str, num_pages: int, path: str) -> None:
-    """Run as the helper, until killed."""
+def help_owners(shape: str, num_pages: int, path: str, host: str | None) -> None:
+    """Run as the helper, on another host if it is named, until killed."""
     torch.set_num_threads(1)
     model, kv = empty(shape, num_pages)
-    asyncio.run(ModulesHost("helper", path, FINGERPRINT, model, kv, lambda: 0, lambda: False).run())
+    with contextlib.ExitStack() as stack:
+        owners = None
+        if host is not None:
+            enter(host)
+            owners = Owners(stack.enter_context(listen_tcp(THERE, PORT)), ACCESS.key)
+        asyncio.run(
+            ModulesHost("helper", path, FINGERPRINT, model, kv, lambda: 0, lambda: False, owners).run()
+        )
 
 
 def wait_for(path: Path) -> None:
@@ -92,8 +104,8 @@ class Steps:
             times_s.append(time.perf_counter() - began_s)
         return statistics.median(times_s[2:]), logits
 
-    async def move(self, path: str, num_heads: int) -> HelperLink:
-        """Move heads to the helper at `path`."""
+    async def move(self, address: str, num_heads: int) -> HelperLink:
+        """Move heads to the helper at `address`."""
         kv, num_sequences = self.kv, len(self.chunks)
         request = HostModules(
             LINK_VERSION,
@@ -106,26 +118,27 @@ class Steps:
             num_sequences,
             num_sequences,
         )
-        link = await HelperLink.connect(path, request, self.model, kv, ACCESS, lambda: None)
+        link = await HelperLink.connect(address, request, self.model, kv, ACCESS, lambda: None)
         move = KVCacheMove(self.model.library, kv, link.num_pages, link.helped)
         move.copy(kv.used_pages())
         move.complete()
         return link
 
 
-async def compare(shape: str, batch_size: int, num_tokens: int) -> None:
-    """Measure one model and batch size, and print a row."""
+async def compare(shape: str, batch_size: int, num_tokens: int, host: str | None) -> None:
+    """Measure one model and batch size, and print a row. The helper is on this host, or on another one."""
     steps = Steps(shape, batch_size, num_tokens)
     num_kv_heads = steps.model.spec.num_kv_heads
     num_heads = num_kv_heads // 2
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "heads")
-        context = multiprocessing.get_context("spawn")
-        helper = context.Process(target=help_owners, args=(shape, 2 * steps.kv.num_pages, path), daemon=True)
+        context = multiprocessing.get_context("fork")  # with the same key
+        arguments = (shape, 2 * steps.kv.num_pages, path, host)
+        helper = context.Process(target=help_owners, args=arguments, daemon=True)
         helper.start()
         await asyncio.to_thread(wait_for, Path(path))
         alone_s, expected = steps.measure()
-        link = await steps.move(path, num_heads)
+        link = await steps.move(path if host is None else f"tcp://{THERE}:{PORT}", num_heads)
         helped_s, logits = steps.measure()
         assert torch.equal(logits, expected)
         await link.end()
@@ -145,13 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=int, default=16_384, help="of each sequence")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--two-hosts", action="store_true", help="the helper is on another host, over TCP")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     print("| model | batch | KV heads at the helper | step alone | step with the helper | ratio |")
     print("|---|---|---|---|---|---|", flush=True)
-    for shape in SHAPES:
-        for batch_size in options.batches:
-            asyncio.run(compare(shape, batch_size, options.tokens))
+    with other_host() if options.two_hosts else contextlib.nullcontext() as host:
+        for shape in SHAPES:
+            for batch_size in options.batches:
+                asyncio.run(compare(shape, batch_size, options.tokens, host))
 
 
 if __name__ == "__main__":

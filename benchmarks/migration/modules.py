@@ -1,10 +1,11 @@
 """The pauses of streams while layers or KV heads move, and the worth of a pipeline of two decode instances.
 
     python -m benchmarks.migration.modules [--layers START:STOP | --heads N] [--batch N] [--moves N]
+        [--two-hosts]
 
-Two decode instances with the default model, one core each. All streams are decoded by the first one, whose
-modules move to the second one and back. Bar: a p99 of pauses at most an iteration above the longest gaps
-without a move.
+Two decode instances with the default model, one core each, on one host or on two. All streams are decoded by
+the first one, whose modules move to the second one and back. Bar: a p99 of pauses at most an iteration above
+the longest gaps without a move.
 
 Layers are then measured as a pipeline: the first instance by itself, with layers at the second one, and by
 itself again, as contexts grow; then with layers at the second one and twice as many streams, for which both
@@ -167,10 +168,10 @@ async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration
     return found
 
 
-async def run_heads(num_heads: int, batch: int, num_moves: int) -> bool:
+async def run_heads(num_heads: int, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
     """Measure moves of KV heads, and print. Returns whether the bar is met and tokens equal those of a stream
     that stays."""
-    async with rig(batch) as on:
+    async with rig(batch, two_hosts=two_hosts) as on:
         bench = Bench(on, on.first)
         await bench.begin(batch)
         alone = await bench.rate()
@@ -182,10 +183,10 @@ async def run_heads(num_heads: int, batch: int, num_moves: int) -> bool:
     return found.num_iterations <= MOST_ITERATIONS and not num_others
 
 
-async def run_layers(layers: LayerRange, batch: int, num_moves: int) -> bool:
+async def run_layers(layers: LayerRange, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
     """Measure moves of layers and the pipeline, and print. Returns whether the bars are met and tokens equal
     those of a stream that stays."""
-    async with rig(2 * batch) as on:
+    async with rig(2 * batch, two_hosts=two_hosts) as on:
         bench, beside = Bench(on, on.first), Bench(on, on.other(on.first))
         move = functools.partial(on.place, bench.owner, layers)
         back = functools.partial(on.place, bench.owner)
@@ -244,12 +245,17 @@ def main() -> None:
     which.add_argument("--heads", type=count, help="KV heads that move, in place of layers")
     parser.add_argument("--batch", type=count, default=32)
     parser.add_argument("--moves", type=count, default=10, help="there and back")
+    parser.add_argument("--two-hosts", action="store_true", help="the instances are connected by TCP")
     arguments = parser.parse_args()
     with heeding_sigterm():
         if arguments.heads is None:
-            measured = run_layers(arguments.layers, arguments.batch, arguments.moves)
+            measured = run_layers(
+                arguments.layers, arguments.batch, arguments.moves, two_hosts=arguments.two_hosts
+            )
         else:
-            measured = run_heads(arguments.heads, arguments.batch, arguments.moves)
+            measured = run_heads(
+                arguments.heads, arguments.batch, arguments.moves, two_hosts=arguments.two_hosts
+            )
         sys.exit(not asyncio.run(measured))
 
 

@@ -8,6 +8,7 @@ Owns: processes, streams and their tokens' times, the steps of moves. Does not k
 
 import asyncio
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
+from benchmarks.other_host import HERE, THERE, enter, other_host
 from conductor.effects import ToConductor
 from conductor.requests.migration import MAX_ROUNDS, MigrationStep, step_behind_copies
 from mooncake.bus.zeromq import Router
@@ -263,7 +265,8 @@ class Rig:
         when the instance has reported that."""
         self._num_orders += 1
         helper = self.other(owner).register
-        order = PlaceModules(1, self._num_orders, helper.instance, helper.modules.socket, num_heads, layers)
+        address = helper.modules.endpoint or helper.modules.socket
+        order = PlaceModules(1, self._num_orders, helper.instance, address, num_heads, layers)
         await self._tell(owner, order)
         async with asyncio.timeout(DEADLINE_S):
             while owner.place.number != order.number or owner.place.is_moving:
@@ -304,14 +307,15 @@ class Rig:
         await self._router.send(instance.identity, order)
 
 
-def _start(spec: ChildSpec, core: int) -> subprocess.Popen[bytes]:
-    """Start a process of an instance, on one core."""
+def _start(spec: ChildSpec, core: int, host: str | None) -> subprocess.Popen[bytes]:
+    """Start a process of an instance, on one core, and on another host if it is named."""
     process = subprocess.Popen(
         [sys.executable, "-m", spec.module],
         stdin=subprocess.PIPE,
         pass_fds=spec.pass_fds,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=None if host is None else functools.partial(enter, host),
     )
     os.sched_setaffinity(process.pid, {core})
     assert process.stdin is not None
@@ -320,7 +324,7 @@ def _start(spec: ChildSpec, core: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def _config_of(rig: Rig, name: str, max_batch: int) -> Config:
+def _config_of(rig: Rig, name: str, max_batch: int, address: str | None) -> Config:
     flags = {
         ("role",): "decode",
         ("instance",): name,
@@ -331,23 +335,30 @@ def _config_of(rig: Rig, name: str, max_batch: int) -> Config:
         ("worker", "num_threads"): "1",
         ("worker", "max_batch"): str(max_batch),
     }
+    if address is not None:
+        flags |= {("messenger", "hosts"): address, ("worker", "modules_listen"): f"{address}:0"}
     return load_config(None, {}, flags)
 
 
 @contextlib.asynccontextmanager
-async def rig(max_batch: int = 32) -> AsyncIterator[Rig]:
-    """Make a context with both instances, ready, each on a core of its own as far as there are enough."""
+async def rig(max_batch: int = 32, *, two_hosts: bool = False) -> AsyncIterator[Rig]:
+    """Make a context with both instances, ready, each on a core of its own as far as there are enough, and on
+    one host or two."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
         made = Rig(folder)
         processes = []
+        hosts: list[tuple[str | None, str | None]] = [(None, None)] * len(NAMES)
+        if two_hosts:
+            hosts = [(None, HERE), (stack.enter_context(other_host()), THERE)]
         loop = asyncio.create_task(made.run())
         try:
             for index, name in enumerate(NAMES):
                 run_dir = stack.enter_context(RunDirectory())
-                specs = plan_node(_config_of(made, name, max_batch), run_dir)
-                processes += [_start(spec, cores[index % len(cores)]) for spec in specs]
+                host, address = hosts[index]
+                specs = plan_node(_config_of(made, name, max_batch, address), run_dir)
+                processes += [_start(spec, cores[index % len(cores)], host) for spec in specs]
             await made.joined()
             yield made
         finally:
