@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvstore.protocol import answers, calls, greeting
+from kvstore.protocol import answers, calls
 from messenger.wire import messages, protocol
 from messenger.wire.checksums import layer_checksums
 from mooncake.leadership.leaders import Candidate
@@ -20,6 +20,7 @@ from mooncake.messages.blocks import KVLayout, block_keys, model_fingerprint, ro
 from mooncake.messages.fronts import FromFront, ToFront
 from mooncake.messages.kv_events import FromKVEvents, ToKVEvents
 from mooncake.messages.workers import SPOKEN, FromWorker, ToWorker
+from mooncake.security import greeting
 from mooncake.versions import Versions
 from workers.groups.rank_messages import FromFollower, FromLeader
 

@@ -29,6 +29,12 @@ def able(name: str, role: Role = Role.DECODE, **changes: Any) -> Register:
     )
 
 
+def far(endpoint: str = "") -> Register:
+    """An instance on another host, which listens there for owners of other hosts."""
+    shard = PoolShard(msgspec.structs.replace(address("far"), host_id="another"), LAYOUT)
+    return able("far", shards=(shard,), modules=ModulesSupport("/run/far", "", endpoint))
+
+
 @pytest.fixture
 def conductor() -> Conductor:
     """One whose instances "a", "b" and "c" can have modules elsewhere."""
@@ -160,7 +166,14 @@ def _to_b(conductor: Conductor) -> None:
             "layers neither leave nor come to d0: it has no support for that",
         ),
         (None, "a", "d0", 1, "KV heads neither leave nor come to d0: it has no support for that"),
-        (None, "a", "far", 1, "a and far are on different hosts; KV heads move within one"),
+        (
+            None,
+            "a",
+            "far",
+            1,
+            "a and far are on different hosts, and far hosts KV heads of its own host only; set"
+            " worker.modules_listen there",
+        ),
         (None, "a", "prefills", 1, "prefills prefills; KV heads move between instances that decode"),
         (_drain, "a", "b", 1, "b is draining"),
         (
@@ -185,13 +198,21 @@ def test_orders_that_cannot_be_carried_out(
     if before is not None:
         before(conductor)
     elif helper == "far":
-        far = msgspec.structs.replace(address("far"), host_id="another")
-        register = able("far", shards=(PoolShard(far, LAYOUT),))
-        conductor.handle(peer_identity("far", 1), register, 0.0)
+        conductor.handle(peer_identity("far", 1), far(), 0.0)
     elif helper == "prefills":
         conductor.handle(peer_identity("prefills", 1), able("prefills", Role.PREFILL), 0.0)
     answer, orders = order(conductor, owner, helper, part)
     assert (answer.refusal, orders) == (refusal, [])
+
+
+def test_a_helper_on_another_host_is_reached_at_its_endpoint(conductor: Conductor) -> None:
+    conductor.handle(peer_identity("far", 1), far("tcp://10.0.0.2:7300"), 0.0)
+    _, [placed] = order(conductor, "a", "far", 1)
+    assert placed == PlaceModules(EPOCH, 1, "far", "tcp://10.0.0.2:7300", 1)
+    assert order(conductor, "far", "b", 1)[0].refusal == (
+        "far and b are on different hosts, and b hosts KV heads of its own host only; set"
+        " worker.modules_listen there"
+    )
 
 
 def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None:
