@@ -29,7 +29,7 @@ from tests.kvstore.pools import Pool, Pools, block_of, keys_of
 
 pytestmark = pytest.mark.cluster
 
-preload("kvstore.client.cli")
+preload(__name__)
 COMMAND = [sys.executable, "-m", "kvstore.client.cli"]
 
 
