@@ -18,11 +18,16 @@ from tests.deadline import DEADLINE_S
 
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
-    """The collector is off: it would find cycles, but only after many more requests."""
+    """The collector is off: it would find cycles, but only after many more requests.
+
+    What is there before a test is put aside: `num_alive` looks at each object, again and again.
+    """
     gc.collect()
+    gc.freeze()
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 def num_alive(kind: type) -> int:

@@ -19,6 +19,8 @@ from kvstore.connectors.vllm.worker.worker_side import Memory, WorkerSide
 from mooncake.messages.blocks import DTYPE_BYTES, KVLayout
 from tests.deadline import DEADLINE_S
 
+STEP_S = 0.001
+"""of steps that wait for a pool: those of an engine take longer"""
 _numbers = itertools.count()
 
 
@@ -124,6 +126,7 @@ class Engine:
             stored = self.empty_step()
             self.scheduler.stored(stored)
             is_kept = request.request_id not in stored
+            time.sleep(STEP_S)
         self._free += reversed(pages)
 
     def empty_step(self, preempted: Sequence[str] = ()) -> set[str]:
@@ -139,6 +142,7 @@ class Engine:
         end_s = time.monotonic() + DEADLINE_S
         while (num_matched := self.scheduler.num_new_matched(request, num_local_tokens)) is None:
             assert time.monotonic() < end_s
+            time.sleep(STEP_S)
         return num_matched
 
     def load(self, request: Request, pages: list[int], num_tokens: int) -> int:
