@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from mooncake.security.keys import ClusterKey
-from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
+from tests.cluster.slowed import SlowedServer
 from tests.cluster.streams import MOST_TOKENS
 from tests.cluster.tiny_cluster import ONE_THREAD, TRANSFERS, wait_until_idle
 from tests.deadline import DEADLINE_S
@@ -40,7 +40,7 @@ class SeparateNodes:
     def start(self, role: str, *flags: str, until: str = "^ready in") -> Server:
         run_dir = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
         return self._stack.enter_context(
-            ForkedServer(f"--role={role}", *self._flags, *flags, run_dir=run_dir, until=until)
+            SlowedServer(f"--role={role}", *self._flags, *flags, run_dir=run_dir, until=until)
         )
 
     def start_instances(self) -> dict[str, Server]:
