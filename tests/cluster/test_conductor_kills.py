@@ -15,15 +15,7 @@ import pytest
 from tests.cluster.harness import HTTP, Server, eventually
 from tests.cluster.separate_nodes import SeparateNodes, wait_until_instances_idle
 from tests.cluster.streams import PROMPTS, Streams
-from tests.cluster.tiny_cluster import (
-    body,
-    complete,
-    is_ready,
-    metric,
-    post,
-    samples,
-    text_of,
-)
+from tests.cluster.tiny_cluster import complete, is_ready, keep_asking, metric, samples, text_of
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 
@@ -158,20 +150,11 @@ def test_answers_are_right_while_conductors_and_workers_are_killed(nodes: Nodes)
         quiet = threads.map(lambda prompt: complete(nodes.front, prompt=prompt, num_tokens=60), prompts)
         expected = list(map(text_of, quiet))
 
-    def keep_asking(index: int) -> int:
-        num_answers = 0
-        while not (over.is_set() and num_answers):
-            answer = post(nodes.front, body(prompts[index], num_tokens=60))
-            if answer.status_code == 503:
-                over.wait(float(answer.headers["Retry-After"]))
-                continue
-            assert answer.status_code == 200, answer.text
-            assert text_of(answer.json()) == expected[index]
-            num_answers += 1
-        return num_answers
-
     with ThreadPoolExecutor(len(prompts)) as threads:
-        clients = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+        clients = [
+            threads.submit(keep_asking, nodes.front, over, text, prompt=prompt, num_tokens=60)
+            for prompt, text in zip(prompts, expected, strict=True)
+        ]
         try:
             for victim in ("conductor", "d0", "conductor", "conductor", "p0"):
                 over.wait(rng.uniform(0.2, 4.0))

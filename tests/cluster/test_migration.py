@@ -19,6 +19,7 @@ from tests.cluster.tiny_cluster import (
     TRANSFERS,
     complete,
     is_ready,
+    keep_asking,
     metric,
     post,
     streaming,
@@ -218,22 +219,12 @@ def test_kills_while_requests_move_change_no_answer(server: Server, num_kills: i
     expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
     over, rng = threading.Event(), random.Random(num_kills)
 
-    def keep_asking(index: int) -> int:
-        num_answers = 0
-        while not (over.is_set() and num_answers):
-            body = {"model": "tiny", "prompt": prompts[index], "max_tokens": NUM_TOKENS}
-            answer = post(server, body | {"temperature": 0, "ignore_eos": True}, timeout=300)
-            if answer.status_code == 503:
-                over.wait(float(answer.headers["Retry-After"]))
-                continue
-            assert answer.status_code == 200, answer.text
-            assert text_of(answer.json()) == expected[index]
-            num_answers += 1
-        return num_answers
-
     with ThreadPoolExecutor(len(prompts)) as threads:
         with Mover(server, seed=num_kills):
-            clients = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+            clients = [
+                threads.submit(keep_asking, server, over, text, prompt=prompt, num_tokens=NUM_TOKENS)
+                for prompt, text in zip(prompts, expected, strict=True)
+            ]
             try:
                 for _ in range(num_kills):
                     over.wait(rng.uniform(0.5, 2.0))

@@ -88,6 +88,24 @@ def complete(server: Server, **fields: object) -> dict[str, Any]:
     return content
 
 
+def keep_asking(server: Server, over: threading.Event, expected: str, **fields: object) -> int:
+    """Ask for a `body` of these fields until it is over, and at least until there is an answer.
+
+    Every answer has the expected text; where there is none for the moment, the client comes back when it is
+    told to. Returns the number of answers.
+    """
+    num_answers = 0
+    while not (over.is_set() and num_answers):
+        answer = post(server, body(**fields))  # type: ignore[arg-type]
+        if answer.status_code == 503:
+            over.wait(float(answer.headers["Retry-After"]))
+            continue
+        assert answer.status_code == 200, answer.text
+        assert text_of(answer.json()) == expected
+        num_answers += 1
+    return num_answers
+
+
 def text_of(answer: dict[str, Any]) -> str:
     [choice] = answer["choices"]
     return str(choice["text"])
