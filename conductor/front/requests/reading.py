@@ -91,7 +91,7 @@ class Reading:
         is read until it names one, and then again with that.
         """
         cache = None
-        if await self._is_in_turn(body, key):
+        if await self._may_read_here(body, key):
             request = read_request(endpoint, body.whole(), self._model, self._name)
             if is_brief(request):
                 return await self._checked(job_of(request, self._model, self._max_choices, key), key)
@@ -105,7 +105,7 @@ class Reading:
 
     async def beginning(self, body: ReceivedBody, key: ApiKey | None) -> NewBeginning:
         """Return the content of a new context cache. Raises RequestError."""
-        if await self._is_in_turn(body, key):
+        if await self._may_read_here(body, key):
             return read_beginning(body.whole(), self._model, self._name, key)
         answer = await self._ask(_BeginningTask(key), body, key)
         new: NewBeginning = answer.value
@@ -115,14 +115,14 @@ class Reading:
         """Return the answer to `/tokenize` or `/detokenize`, in JSON. Raises RequestError."""
         if kind is AboutTokens.DETOKENIZE:
             check_num_ids(body, self._model)
-        if await self._is_in_turn(body, key):
+        if await self._may_read_here(body, key):
             answer = answer_about_tokens(kind, body.whole(), self._model, self._name, only_brief=True)
             if answer is not None:
                 return answer
         [data] = (await self._ask(_TokensTask(kind), body, key)).parts
         return data
 
-    async def _is_in_turn(self, body: ReceivedBody, key: ApiKey | None) -> bool:
+    async def _may_read_here(self, body: ReceivedBody, key: ApiKey | None) -> bool:
         """Return whether a body is to be read in the event loop: now, as its turn has come."""
         if len(body) > MAX_BRIEF_BYTES:
             return False

@@ -25,37 +25,33 @@ class ReadingOrder:
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         """Bodies by tenant, the tenant whose turn is next first."""
-        self._num_bytes = 0
-        """Bytes of the bodies that this turn of the event loop reads."""
         self._is_due = False
 
     async def turn(self, tenant: str, num_bytes: int) -> None:
         """Wait until a body of this size may be read, which the caller does before it waits for anything."""
-        if not self._waiting and self._takes(num_bytes):
-            return
         waiting = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(waiting)
+        self._schedule()
         await waiting.may_read
 
-    def _takes(self, num_bytes: int) -> bool:
-        """Return whether this turn of the event loop reads a body of this size as well."""
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_BYTES_AT_ONCE:
-            return False
-        self._num_bytes += num_bytes
-        if not self._is_due:
+    def _schedule(self) -> None:
+        if self._waiting and not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._next_turn)
-        return True
+            asyncio.get_running_loop().call_soon(self._choose)
 
-    def _next_turn(self) -> None:
-        self._is_due, self._num_bytes = False, 0
+    def _choose(self) -> None:
+        """Choose the bodies that the next turn of the event loop reads."""
+        self._is_due, num_bytes = False, 0
         while self._waiting:
             tenant, bodies = next(iter(self._waiting.items()))
-            if not bodies[0].may_read.done():  # else the client has gone
-                if not self._takes(bodies[0].num_bytes):
-                    return
-                bodies[0].may_read.set_result(None)
+            body = bodies[0]
+            if not body.may_read.done():  # else the client has gone
+                if num_bytes and num_bytes + body.num_bytes > MAX_BYTES_AT_ONCE:
+                    break
+                num_bytes += body.num_bytes
+                body.may_read.set_result(None)
+                self._waiting.move_to_end(tenant)
             bodies.popleft()
-            self._waiting.move_to_end(tenant)
             if not bodies:
                 del self._waiting[tenant]
+        self._schedule()

@@ -12,19 +12,34 @@ class Reader:
 
     def __init__(self) -> None:
         self._order = ReadingOrder()
-        self._turns: list[list[str]] = []
+        self._turns: list[list[tuple[str, int]]] = [[]]
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def read(self, tenant: str, num_bytes: int) -> None:
+    def add(self, tenant: str, num_bytes: int) -> asyncio.Task[None]:
+        """Begin to read a body, which has just come."""
+        self._tasks.append(asyncio.create_task(self._read(tenant, num_bytes)))
+        return self._tasks[-1]
+
+    async def _read(self, tenant: str, num_bytes: int) -> None:
         await self._order.turn(tenant, num_bytes)
-        self._turns[-1].append(tenant)
+        self._turns[-1].append((tenant, num_bytes))
+
+    async def next_turn(self) -> None:
+        """Wait for the next turn of the event loop."""
+        self._turns.append([])
+        await asyncio.sleep(0)
+
+    async def turns(self) -> list[list[tuple[str, int]]]:
+        """The bodies that each turn has read, once all have been read."""
+        while not all(task.done() for task in self._tasks):
+            await self.next_turn()
+        return [turn for turn in self._turns if turn]
 
     async def turns_of(self, *bodies: tuple[str, int]) -> list[str]:
         """The tenants whose bodies each turn has read, all of which have come at once."""
-        tasks = [asyncio.create_task(self.read(*body)) for body in bodies]
-        while not all(task.done() for task in tasks):
-            self._turns.append([])
-            await asyncio.sleep(0)
-        return ["".join(turn) for turn in self._turns if turn]
+        for body in bodies:
+            self.add(*body)
+        return ["".join(tenant for tenant, _ in turn) for turn in await self.turns()]
 
 
 async def test_small_bodies_are_read_at_once() -> None:
@@ -38,16 +53,25 @@ async def test_a_turn_of_the_event_loop_reads_no_more_than_one_long_body() -> No
 
 async def test_tenants_take_turns() -> None:
     many = [("a", 2 * HALF)] * 10
-    assert (
-        "".join(await Reader().turns_of(*many, ("b", HALF), ("b", HALF), ("c", HALF))) == "aabcab" + "a" * 7
-    )
+    assert "".join(await Reader().turns_of(*many, ("b", HALF), ("b", HALF), ("c", HALF))) == "abcab" + "a" * 8
 
 
-async def test_a_body_whose_client_has_gone_holds_up_none() -> None:
-    reader = ReadingOrder()
-    await reader.turn("a", MAX_BYTES_AT_ONCE)
-    gone = asyncio.create_task(reader.turn("a", MAX_BYTES_AT_ONCE))
-    await asyncio.sleep(0)
-    behind = asyncio.create_task(reader.turn("a", MAX_BYTES_AT_ONCE))
+async def test_a_turn_of_the_event_loop_reads_no_more_where_bodies_come_all_the_time() -> None:
+    reader = Reader()
+    for _ in range(2):
+        reader.add("a", 2 * HALF)
+    for _ in range(8):
+        await reader.next_turn()
+        reader.add("a", HALF)
+    assert max(sum(num_bytes for _, num_bytes in turn) for turn in await reader.turns()) == MAX_BYTES_AT_ONCE
+
+
+async def test_a_body_whose_client_has_gone_costs_its_tenant_no_turn() -> None:
+    reader = Reader()
+    reader.add("other", 2 * HALF)
+    gone = reader.add("a", 2 * HALF)
+    for tenant in "abb":
+        reader.add(tenant, 2 * HALF)
+    await reader.next_turn()
     gone.cancel()
-    await behind
+    assert [tenant for [(tenant, _)] in await reader.turns()] == ["other", "a", "b", "b"]
