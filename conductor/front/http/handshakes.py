@@ -1,10 +1,10 @@
-"""The order of TLS handshakes: a few begin in each turn of the event loop, the latest client first.
+"""The order of TLS handshakes: a few begin in each turn of the event loop, those of the latest clients first.
 
-A handshake takes about a millisecond of the event loop, and a client that sends only its first message costs
-as much as any other. So hundreds at once delay neither the open connections nor a new client: those of the
-crowd wait longest, and the oldest is refused when too many wait.
+A handshake takes about a millisecond of the event loop, even if its client sends no second message. With
+hundreds at once, open connections go on between the few of each turn, and a new client goes before the crowd.
+The client that has waited longest is refused when too many wait.
 
-Owns: when a handshake may begin. Does not know: TLS, what a connection is for.
+Owns: when a handshake may begin. Does not know: TLS, what a connection is for, how long one may wait.
 """
 
 import asyncio
@@ -21,28 +21,41 @@ class HandshakeTurns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[asyncio.Future[None]] = []
-        """Clients whose first bytes have come, in this order."""
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        """Turns of the clients whose first bytes have come, in the order of these."""
         self._is_due = False
 
     async def turn(self, accepted: socket.socket) -> None:
-        """Wait until a connection's handshake may begin: until its first bytes have come, and for its turn.
+        """Wait for a connection's first bytes, and then until its handshake may begin.
 
-        Raises ConnectionAbortedError if too many wait that came later.
+        Raises OSError if the client has gone instead, or if too many wait that came later.
         """
+        await self._first_bytes(accepted)
+        if not accepted.recv(1, socket.MSG_PEEK):
+            raise ConnectionAbortedError("the client has gone")
         turn = self._loop.create_future()
-        self._loop.add_reader(accepted, self._has_come, accepted, turn)
+        self._waiting[turn] = None
+        if len(self._waiting) > MAX_WAITING:
+            self._refuse_oldest()
+        self._schedule()
         try:
             await turn
         finally:
+            self._waiting.pop(turn, None)
+
+    async def _first_bytes(self, accepted: socket.socket) -> None:
+        is_readable = asyncio.Event()
+        self._loop.add_reader(accepted, is_readable.set)
+        try:
+            await is_readable.wait()
+        finally:
             self._loop.remove_reader(accepted)
 
-    def _has_come(self, accepted: socket.socket, turn: asyncio.Future[None]) -> None:
-        self._loop.remove_reader(accepted)
-        self._waiting.append(turn)
-        if len(self._waiting) > MAX_WAITING and not (oldest := self._waiting.pop(0)).done():
+    def _refuse_oldest(self) -> None:
+        oldest = next(iter(self._waiting))
+        del self._waiting[oldest]
+        if not oldest.done():
             oldest.set_exception(ConnectionAbortedError("too many TLS handshakes"))
-        self._schedule()
 
     def _schedule(self) -> None:
         if self._waiting and not self._is_due:
@@ -52,6 +65,7 @@ class HandshakeTurns:
     def _begin(self) -> None:
         self._is_due = False
         for _ in range(min(_MAX_AT_ONCE, len(self._waiting))):
-            if not (turn := self._waiting.pop()).done():
-                turn.set_result(None)
+            latest, _ = self._waiting.popitem()
+            if not latest.done():
+                latest.set_result(None)
         self._schedule()
