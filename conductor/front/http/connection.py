@@ -98,6 +98,12 @@ class Connection(asyncio.Protocol):
         self._scope["server"] = _address(transport.get_extra_info("sockname"))
         self._start_request_timer()
 
+    def close_unless_made(self) -> None:
+        """Close the accepted socket if it has got no transport."""
+        if self._accepted is not None:
+            self._accepted.close()
+            self._serving.table.lost(self)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._serving.table.lost(self)
         self._serving.uploads.release(self)

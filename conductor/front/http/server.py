@@ -5,10 +5,12 @@ HTTP (`connection`), signals.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
 import ssl
+from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -19,7 +21,10 @@ from conductor.front.http.timers import Timeouts
 from mooncake.errors import ConfigError
 
 HANDSHAKE_S = 60.0
-"""Seconds for a TLS handshake to begin, and for the rest of it. With too many at once the oldest is ended."""
+"""Seconds from the acceptance of a connection to the end of its TLS handshake.
+
+With too many at once the oldest is ended.
+"""
 _BACKLOG = 2048
 _MAX_ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before other tasks of the event loop run."""
@@ -127,24 +132,16 @@ class HttpServer:
             connection = Connection(accepted, self._serving, "http" if self._tls is None else "https")
             task = self._loop.create_task(self._begin(accepted, connection))
             self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            task.add_done_callback(partial(self._has_begun, connection))
 
     async def _begin(self, accepted: socket.socket, connection: Connection) -> None:
-        try:
-            if self._tls is None:
-                await self._loop.connect_accepted_socket(lambda: connection, accepted)
-                return
-            try:
-                async with asyncio.timeout(HANDSHAKE_S):
+        with contextlib.suppress(OSError):  # the client has gone, does not speak TLS, or takes too long
+            async with asyncio.timeout(HANDSHAKE_S):
+                if self._tls is not None:
                     await self._turns.turn(accepted)
-            except BaseException:
-                accepted.close()
-                raise
-            await self._loop.connect_accepted_socket(
-                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
-            )
-        except OSError:  # the client has gone, does not speak TLS, or takes too long
-            self.connections.lost(connection)
-        except asyncio.CancelledError:
-            self.connections.lost(connection)
-            raise
+                await self._loop.connect_accepted_socket(lambda: connection, accepted, ssl=self._tls)
+
+    def _has_begun(self, connection: Connection, task: asyncio.Task[None]) -> None:
+        """Close the connection if it cannot be used, even if `task` was cancelled before its first step."""
+        self._handshakes.discard(task)
+        connection.close_unless_made()

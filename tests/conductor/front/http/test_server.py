@@ -18,7 +18,8 @@ import pytest
 
 from conductor.front.http import server, sharing
 from conductor.front.http.connection import Connection
-from conductor.front.http.server import HttpServer
+from conductor.front.http.handshakes import HandshakeTurns
+from conductor.front.http.server import HttpServer, listen
 from conductor.front.http.timers import Timeouts
 from mooncake.messages.requests import Request
 from tests.conductor.front.access.test_access import certificate
@@ -152,3 +153,49 @@ async def test_where_there_are_no_descriptors_the_oldest_makes_room(monkeypatch:
     accept()
     loop.remove_reader.assert_called_once_with(listener)
     loop.call_later.assert_called_once()
+
+
+async def test_a_connection_that_is_cancelled_as_soon_as_it_is_accepted_is_closed() -> None:
+    is_accepted = asyncio.Event()
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+        noting = Mock(wraps=listener)
+
+        def accept() -> tuple[socket.socket, Any]:
+            is_accepted.set()
+            return listener.accept()
+
+        noting.accept.side_effect = accept
+        served = HttpServer(Mock(), noting, Timeouts(1.0, 1.0, 1.0), 1)
+        served.start()
+        await is_accepted.wait()
+        await served.abort()
+        served.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await served.wait_closed()
+        assert client.recv(1) == b""
+
+
+async def test_one_deadline_holds_for_the_wait_for_a_handshake_and_the_handshake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_S", 10 * DEADLINE_S)
+    loop, passed_s, has_turn = asyncio.get_running_loop(), 0.0, asyncio.Event()
+    time_s = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time_s() + passed_s)
+
+    async def long_wait(*_: Any) -> None:
+        nonlocal passed_s
+        passed_s = server.HANDSHAKE_S
+        has_turn.set()
+
+    monkeypatch.setattr(HandshakeTurns, "turn", long_wait)
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+        client.setblocking(False)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        served = HttpServer(Mock(), listener, Timeouts(1.0, 1.0, 1.0), 1, tls)
+        served.start()
+        await has_turn.wait()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await loop.sock_recv(client, 1) == b""
+        served.close()
+        await served.wait_closed()
