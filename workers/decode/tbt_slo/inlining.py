@@ -5,18 +5,18 @@ sequences that are decoded, and are as long as the strictest TBT SLO of these al
 2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first and
 outside the budget: they are few, and a client waits for the next token.
 
-Prompts of one priority take turns between tenants and answers, as at prefill instances. An iteration ends
-before the first prompt of a tenant with more than four times as much to compute as the tenant of its first
-prompt, which so has a short iteration.
+Prompts of one priority take turns between tenants and answers, as at prefill instances. An iteration has no
+prompt of a tenant with more than four times as much to compute as the tenant of its first prompt: that one so
+has a short iteration. No prompt behind one that is left out goes before it with a higher priority number.
 
 Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
 many tokens of prompts are too many, the clock, pools, pages.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 
 from mooncake.messages.requests import Flow
 from workers.decode.batching.iterations import PlannedChunk
@@ -24,8 +24,8 @@ from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
 from workers.execution.fair_order import FairOrder
 
-_MOST_TIMES = 4
-"""The tokens to compute of tenants in one iteration, at most, by those of the first prompt's tenant."""
+_MAX_TENANT_RATIO = 4
+"""The most tokens that a tenant in an iteration has to compute, for each of the first prompt's tenant."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +65,7 @@ class _PromptOrder:
             by_priority[prompt.sequence.request.priority].append(prompt)
         turns = {priority: iter(self._fair_order.ordered(equals)) for priority, equals in by_priority.items()}
         ordered = [next(turns[prompt.sequence.request.priority]) for prompt in prompts]
-        num_tokens: Counter[str] = Counter()
-        for prompt in self._prompts.values():
-            num_tokens[prompt.flow.tenant] += prompt.sequence.num_tokens_to_plan
-        most = _MOST_TIMES * num_tokens[ordered[0].flow.tenant] if ordered else 0
-        together = takewhile(lambda prompt: num_tokens[prompt.flow.tenant] <= most, ordered)
-        return [prompt.sequence for prompt in together]
+        return self._together(ordered)
 
     def planned(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge the next `num_tokens` tokens of a prompt to its tenant: each once, as plans are taken
@@ -79,6 +74,20 @@ class _PromptOrder:
         if end > prompt.end:
             self._fair_order.computed(prompt, end - prompt.end)
             prompt.end = end
+
+    def _together(self, ordered: list[_Prompt]) -> list[Sequence]:
+        """Return the prompts that share an iteration with the first one."""
+        num_tokens: Counter[str] = Counter()
+        for prompt in self._prompts.values():
+            num_tokens[prompt.flow.tenant] += prompt.sequence.num_tokens_to_plan
+        together, last_priority = list[Sequence](), math.inf
+        for prompt in ordered:
+            tenant, priority = prompt.flow.tenant, prompt.sequence.request.priority
+            if num_tokens[tenant] > _MAX_TENANT_RATIO * num_tokens[ordered[0].flow.tenant]:
+                last_priority = min(last_priority, priority)
+            elif priority <= last_priority:
+                together.append(prompt.sequence)
+        return together
 
     def _follow(self, waiting: list[Sequence]) -> None:
         """Forget the prompts that are no longer there, and add new ones."""

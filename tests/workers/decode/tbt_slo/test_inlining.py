@@ -179,6 +179,15 @@ def test_tenants_with_about_as_much_to_compute_share_iterations() -> None:
     assert len(iterated(new_chunks(), batch)) == 12
 
 
+@pytest.mark.parametrize(("priority", "planned"), [(0, {5: 16, 6: 24}), (1, {5: 16})])
+def test_a_short_prompt_behind_one_that_waits_goes_before_it_if_of_the_same_priority(
+    priority: int, planned: dict[int, int]
+) -> None:
+    batch = [of_tenant("many", number, 16) for number in range(5)]
+    batch += [of_tenant("one", 5, 16), of_tenant("behind", 6, 24, priority)]
+    assert iterated(new_chunks(), batch) == planned
+
+
 def test_tenants_with_long_prompts_have_equal_parts_of_the_iterations() -> None:
     batch, chunks = [of_tenant("many", number, 3000) for number in range(8)], new_chunks()
     batch.append(of_tenant("one", 8, 2500))
