@@ -1,5 +1,8 @@
 """Errors as clients see them: OpenAI's body, a status, and when to retry.
 
+Code that catches an error to answer it drops the traceback. Where a frame of that refers to the error, both
+would keep the request in memory until Python looks for cycles.
+
 Owns: the error body and its types. Does not know: causes of errors.
 """
 
@@ -54,12 +57,7 @@ def tokens_in_words(num_tokens: int) -> str:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """Return the error as OpenAI's error object.
-
-    The error loses its traceback. Where a frame of that refers to the error, both would keep the request in
-    memory until Python looks for cycles.
-    """
-    error.__traceback__ = None
+    """Return the error as OpenAI's error object."""
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status >= 500:

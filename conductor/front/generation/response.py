@@ -78,6 +78,7 @@ class GenerationResponse(Response):
                     await self._generation.begin(self._on_event)
                     await self._send_what_comes()
                 except RequestError as error:
+                    error.__traceback__ = None
                     self._outcome = outcome_of(error)
                     await self._generation.aclose()  # a client that has the answer finds it counted
                     if self._has_started:

@@ -141,7 +141,7 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
-        return response_to(error)
+        return response_to(error.with_traceback(None))
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:

@@ -76,7 +76,7 @@ class _DirectRoutes:
         try:
             response = await answer(Request(scope, receive, send))
         except (RequestError, ClientDisconnect) as error:
-            response = response_to(error)
+            response = response_to(error.with_traceback(None))
         await response(scope, receive, send)
 
 

@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from conductor.front.errors import error_body
+from mooncake.errors import RequestError
 from mooncake.messages.fronts import ClusterState
 from mooncake.messages.requests import Request
 from mooncake.messages.workers import STAGES, Role
@@ -169,3 +171,10 @@ def test_what_is_missing_says_whether_it_drains_or_has_never_been_there(
         f"all {drained.value} instances are draining",
         f"no {absent.value} instance has registered",
     }
+
+
+def test_an_error_keeps_its_traceback_when_its_body_is_made() -> None:
+    with pytest.raises(RequestError) as caught:
+        raise RequestError("too long", param="prompt")
+    assert error_body(caught.value)["error"]["param"] == "prompt"
+    assert caught.value.__traceback__ is not None
