@@ -5,6 +5,9 @@ the prompts of a tenant hold at most a share of the pool, and those of an answer
 headroom for other tenants, which need not wait until the batch has served all prompts before theirs. Of the
 waiting prompts, the one whose tenant, and then whose answer, holds least goes first; then the oldest.
 
+A waiting prompt counts with all of its pages: how many of them the pool has is known only once they are
+reserved, as until then they can be evicted.
+
 Short prompts have turns of their own, and an eighth of the pool that long ones leave to them. So a short one
 does not wait for the long ones of many tenants.
 
