@@ -195,6 +195,8 @@ class Exchange:
             raise RuntimeError("the response has not started, or has ended")
         body = memoryview(message.get("body", b""))
         for start in range(0, len(body), MAX_UNSENT_BYTES):
+            if start:
+                await asyncio.sleep(0)  # other connections go on between the pieces
             if not await self._client_reads():
                 return
             self.write(body[start : start + MAX_UNSENT_BYTES])

@@ -248,6 +248,21 @@ async def test_a_large_body_is_written_as_the_client_reads(client: Client) -> No
     assert max(after - before for before, after in pairwise([0, *num_written])) == 1 << 16
 
 
+async def test_a_long_answer_leaves_turns_of_the_event_loop_to_others_between_its_pieces(
+    client: Client,
+) -> None:
+    client.ask()
+    client.answered(more_body=True)
+    body, num_before = bytes(1 << 20), len(client.transport.written)
+    sending = asyncio.ensure_future(client.send({"type": "http.response.body", "body": body}))
+    num_written = [num_before]
+    while not sending.done():
+        await asyncio.sleep(0)
+        num_written.append(len(client.transport.written))
+    assert num_written[-1] >= num_before + len(body)
+    assert max(after - before for before, after in pairwise(num_written)) < len(body) / 8
+
+
 async def test_what_a_client_that_has_gone_has_not_read_is_dropped(client: Client) -> None:
     client.ask()
     client.answered(more_body=True)
