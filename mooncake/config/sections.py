@@ -174,7 +174,9 @@ class WorkerConfig(Section):
         "auto", description="CPU threads of a worker; auto: one for each core, all but one on idle cores only"
     )
     prefill_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="most tokens of one prefill pass; auto: 512 on CPUs, 2048 on GPUs"
+        "auto",
+        description="most tokens of one prefill pass (times the stages in a balanced pipeline);"
+        " auto: 512 on CPUs, 2048 on GPUs",
     )
     layerwise_overlap: bool = Field(
         True, description="load and store KVCache beside the computation, layer by layer"

@@ -44,7 +44,7 @@ _LISTENED_AT = {
     "messenger.hosts": "messenger.listen_hosts",
     "pipeline.endpoints": "pipeline.listen_endpoint",
 }
-"""The keys of listening addresses, by the keys of the addresses that other nodes get."""
+"""For each key with the address given to other nodes: the key with the address at which this node listens."""
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD", "MOONCAKE_CPU_KERNELS"})
 """Environment variables that are no keys: between a supervisor and its children, and for the CPU's

@@ -68,7 +68,10 @@ class _Cursor:
         return self.scalars(code, 1)[0]
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
-        """Return the next `count` values, which are few, with the struct format `code`."""
+        """Return the next `count` numbers, each with the struct format `code`.
+
+        Meant for a few numbers: `value` reads arrays.
+        """
         return struct.unpack(f"<{count}{code}", self._bytes(struct.calcsize(f"<{code}") * count))
 
     def string(self) -> str:
@@ -91,8 +94,10 @@ class _Cursor:
         return found
 
     def value(self, kind: int) -> Any:
-        """Return the next metadata value of GGUF type `kind`; strings become lists, numbers numpy's
-        arrays."""
+        """Return the next metadata value, which has the GGUF type `kind`.
+
+        An array of strings becomes a list, an array of numbers an array of numpy.
+        """
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
