@@ -59,7 +59,7 @@ class Migrate(msgspec.Struct, tag=True, frozen=True):
     instance: str | None = None
 
 
-class MoveModules(msgspec.Struct, tag="MoveHeads", frozen=True):
+class MoveModules(msgspec.Struct, tag=True, frozen=True):
     """Order of an operator to move `layers`, or the last `num_heads` KV heads, of an instance to a helper;
     without either, to move all back. Answered by `Ordered`."""
 

@@ -91,7 +91,7 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     num_connections: Count = 1
     """The number of the worker's connections to Conductors so far. A registration repeated over another
     connection is refused, too."""
-    modules: ModulesSupport = msgspec.field(default=ModulesSupport(), name="heads")
+    modules: ModulesSupport = ModulesSupport()
     newest_version: int | None = None
     """The newest version that the worker speaks; None: the oldest one."""
     least_chunk_tokens: Count = 0
