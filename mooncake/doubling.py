@@ -5,7 +5,8 @@ Owns: the count at which the next line is due. Does not know: the line.
 
 
 class Doubling:
-    """The counts of events at which a line is logged: `first`, and then twice the count of each line."""
+    """The counts of events at which a line is logged: `first`, then each time twice the count at the line
+    before."""
 
     def __init__(self, first: int) -> None:
         self._next = first

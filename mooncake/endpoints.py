@@ -1,4 +1,4 @@
-"""Addresses of sockets: those to listen at, those that other processes get, IPv4 or IPv6.
+"""Addresses of sockets, IPv4 or IPv6: where a process listens, and what other processes are told.
 
 A name means its IPv4 addresses, or its IPv6 addresses if it has no others.
 
@@ -50,13 +50,15 @@ def _prepare(either: "zmq.Socket[Any]", endpoint: str) -> None:
 
 
 def advertised(endpoint: str, bound: str) -> str:
-    """Return the endpoint that other processes get: `endpoint`, with the port of `bound` if it names none."""
+    """Return the endpoint that other processes get: `endpoint`, with the port of `bound` if `endpoint` names
+    none."""
     place, _, port = endpoint.rpartition(":")
     return f"{place}:{bound.rpartition(':')[2]}" if port == _ANY_PORT else endpoint
 
 
 def preferred(found: Sequence[tuple[Any, Any, Any, Any, Any]]) -> tuple[socket.AddressFamily, str]:
-    """Return the family and the preferred address of the results of `getaddrinfo`, at least one."""
+    """Return family and text of the preferred address in `found`, the results of `getaddrinfo` (at least
+    one)."""
     family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     return family, str(address[0])
 

@@ -95,7 +95,7 @@ class PoolError(MooncakeError):
 
 
 class PoolFullError(PoolError):
-    """The pool has no free page, and every page in use is leased.
+    """No page of the pool is free, and none can be evicted.
 
     `space_epoch` is the pool's epoch at the refusal. A wait for a later epoch misses no freed page.
     """

@@ -22,7 +22,7 @@ from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
 compiling = logging.getLogger(f"{__name__}.compiling")
-"""The logger of compilations, which reports at INFO, as one may take a minute."""
+"""The logger of compilations, which reports at INFO, as a compilation may take a minute."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 THIS_PROCESSOR = ("-march=native",)
@@ -61,7 +61,8 @@ def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
 def load_or_do_without(
     source: Path, otherwise: str, flags: tuple[str, ...] = THIS_PROCESSOR
 ) -> ctypes.CDLL | None:
-    """Return the library of `source`; None if it cannot be loaded, and the log says `otherwise`."""
+    """Return the library of `source`. If it cannot be loaded, return None, and log a warning that begins with
+    `otherwise`."""
     try:
         return load(source, flags)
     except NativeCodeError as error:

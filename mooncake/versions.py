@@ -31,7 +31,7 @@ class Versions(NamedTuple):
     def named(cls, oldest: int, newest: int | None) -> "Versions":
         """Return the versions that a peer has named.
 
-        `newest` None: it is of a release that spoke one version.
+        `newest` is None for a peer of a release that spoke one version.
         """
         return cls(oldest, oldest if newest is None else newest)
 

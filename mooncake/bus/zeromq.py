@@ -31,7 +31,7 @@ LOGGED_CHARS = 200
 LARGEST_MESSAGE_BYTES = 16 << 20
 """Bytes of the largest message that a `Router` takes. A prompt of 2M tokens has 10 MiB."""
 QUEUE_LEN = 10_000
-"""Messages that may wait for a peer: those of a minute and more of decode iterations."""
+"""Messages that may wait for a peer: as many as decode iterations send in more than a minute."""
 MAX_IN_A_ROW = 16
 """Messages received in a row before other tasks of the event loop run."""
 log = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class _Socket(Generic[Incoming]):
         self.num_malformed = 0
         self._num_in_a_row = 0
         self._arrival: asyncio.Future[None] | None = None
-        """Set when a message arrives for the task that waits for one."""
+        """The future for which the receiving task waits, done when a message arrives; None before the first
+        wait."""
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._on_signal)
@@ -185,7 +186,8 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """A socket that connects under `identity` to the `Router` with the same `key`, as soon as that exists.
+    """A socket that connects under `identity` to the `Router` with the same `key`, as soon as the `Router`
+    exists.
 
     Without an endpoint the socket is connected by `move_to`.
     """
@@ -212,8 +214,8 @@ class Dealer(_Socket[Incoming]):
     def move_to(self, endpoint: str) -> None:
         """Connect to another `Router`, or anew to the same one.
 
-        Messages of the one before that are unread, and messages to it that have not left, are dropped. The
-        count of connections begins again. Raises ConfigError.
+        Unread messages of the former `Router`, and messages to it that have not left, are dropped. The count
+        of connections begins again. Raises ConfigError.
         """
         if self.endpoint is not None:
             self._socket.disconnect(self.endpoint)

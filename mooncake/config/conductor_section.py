@@ -23,7 +23,7 @@ class SLOClass(Section):
 
 
 def _from_json(value: object) -> object:
-    """Return the value of the JSON that a flag or variable has where YAML has a mapping."""
+    """Return the value of a flag or variable, which has JSON where YAML has a mapping."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

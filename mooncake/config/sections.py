@@ -45,7 +45,7 @@ class Section(BaseModel):
 
 
 def split_values(value: object) -> object:
-    """Return the values in the one string that a flag or variable has for several values."""
+    """Return the several values in the one string that a flag or variable has for them."""
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 

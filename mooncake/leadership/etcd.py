@@ -110,7 +110,8 @@ class Etcd:
     async def change(
         self, values: Mapping[bytes, bytes | None], guard: bytes, revision: int, lease: int
     ) -> tuple[bool, int]:
-        """Put keys, or delete those whose value is None, all at once, if the key `guard` has not changed.
+        """Put the keys of `values`, or delete those whose value is None, all at once, if the key `guard` has
+        not changed.
 
         Each change puts the guard too, under `lease`. So a change whose answer was lost is carried out before
         the next change, or never. Raises LeaseLostError.
@@ -140,8 +141,8 @@ class Etcd:
         return False, int(found[0]["mod_revision"]) if found else 0
 
     async def page(self, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """Return keys that begin with `prefix` + `/`, and their values: the next `limit` of them behind
-        `after`, in order, or all that are left."""
+        """Return the next `limit` keys behind `after` that begin with `prefix` + `/`, in order, with their
+        values; fewer only if no more are left."""
         wanted = {"key": after + b"\0", "range_end": prefix + bytes([ord("/") + 1]), "limit": limit}
         answer = await self._ask("kv/range", wanted, STATE_TIMEOUT_S)
         return [(_bytes(kv["key"]), _bytes(kv.get("value", ""))) for kv in answer.get("kvs", ())]

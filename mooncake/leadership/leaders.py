@@ -88,7 +88,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidate_of(key: FirstKey) -> Candidate:
-    """Return the Conductor that has this key. Raises RefusedError for a value that is none."""
+    """Return the Conductor that has this key. Raises RefusedError if the value of the key is no
+    Conductor's."""
     try:
         return msgspec.json.decode(key.value, type=Candidate)
     except msgspec.MsgspecError as error:
@@ -96,18 +97,18 @@ def candidate_of(key: FirstKey) -> Candidate:
 
 
 class Leader(NamedTuple):
-    """The Conductor that leads. Its messages have this epoch; 0 stands for any."""
+    """The Conductor that leads. Its messages have this `epoch`; 0 stands for any epoch."""
 
     endpoint: str
     epoch: int = 0
 
 
 class Leaders:
-    """The known leader, and its successors. `latest` is None before the first."""
+    """The known leader, and its successors."""
 
     def __init__(self, leader: Leader | None = None) -> None:
         self.latest = leader
-        """None as long as none is known."""
+        """The latest known leader; None before the first."""
         self.reach = Reach()
         self._changed = asyncio.Event()
 

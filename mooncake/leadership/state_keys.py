@@ -24,7 +24,8 @@ leader."""
 MAX_KEYS = 100
 """Keys of one change at most; etcd takes 128 unless configured otherwise."""
 LATE_S = 0.5
-"""Seconds after which a failure counts as late."""
+"""Seconds after which the failure of a change counts as late: then the callers that wait behind it fail
+too."""
 log = logging.getLogger(__name__)
 
 
@@ -64,8 +65,8 @@ class StateKeys:
         """Make a context in which the caller may make changes: one caller at a time, in the order of their
         calls.
 
-        Raises NotStoredError if etcd has failed an earlier caller late, as otherwise each caller would wait
-        that long.
+        Raises NotStoredError if etcd has failed an earlier caller late while this one waited: otherwise the
+        waits of all callers would add up.
         """
         num_late = self._num_late
         async with self._changing:

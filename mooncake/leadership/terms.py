@@ -22,7 +22,7 @@ from mooncake.leadership.leaders import CONDUCTORS, RETRY_S, Candidate, Reach, c
 
 RENEWALS_PER_LEASE = 3
 _LAST_CALL_S = 1.0
-"""Seconds in which etcd is told that a process has ended."""
+"""Seconds, at most, for telling etcd that a process has ended."""
 
 
 class LeadershipLostError(MooncakeError):

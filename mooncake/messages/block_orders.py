@@ -10,7 +10,7 @@ from mooncake.messages.pools import PoolShard
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Order to pin those of these blocks that the pool has, for `ttl_s` seconds or until `Unpin`.
+    """Order to pin the blocks of `keys` that the pool has, for `ttl_s` seconds or until `Unpin`.
 
     Needs no answer.
 
@@ -40,7 +40,7 @@ class Replicate(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropCopies(msgspec.Struct, tag=True, frozen=True):
-    """Order to drop those of these blocks that are neither in use nor pinned, as other instances hold them
+    """Order to drop the blocks of `keys` that are neither in use nor pinned, as other instances hold them
     too.
 
     Needs no answer.

@@ -124,10 +124,9 @@ def _positions(wanted: range, there: range, what: str) -> range:
 def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -> BlockKey:
     """Return the parent key of every first block: 16 bytes.
 
-    Models and tenants with different root keys never share a block.
+    Models, LoRA adapters and tenants with different root keys never share a block.
 
-    LoRA adapters do not either. `adapter_digest` is the hexadecimal digest of an adapter's weights; empty
-    without one.
+    `adapter_digest` is the hexadecimal digest of an adapter's weights; empty without one.
     """
     model = f"mooncake-root-adapter\0{adapter_digest}" if adapter_digest else "mooncake-root"
     return hashlib.sha256(f"{model}\0{fingerprint}\0{cache_salt}".encode()).digest()[:KEY_BYTES]
@@ -136,7 +135,7 @@ def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -
 def client_salt(cache_salt: str | None) -> str:
     """Return the salt for `root_key` of a client without an API key.
 
-    No `cache_salt` can make it equal to a key's salt.
+    No `cache_salt` can make it equal to the salt of an API key.
     """
     return f"salt:{cache_salt}" if cache_salt else ""
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 TBT_SLO_SHARE = 0.8
-"""The largest share of a TBT SLO that a predicted iteration may take, with added prompt tokens or pause."""
+"""The largest share of a TBT SLO that a predicted iteration may take, with the prompt tokens or the pause
+that are added to it."""
 TBT_MARGIN = 0.1
 """The margin of predictions below a TBT SLO, as a share of the time that a batch adds to an iteration."""
 TBT_SHARE = 0.1
@@ -44,15 +45,15 @@ its way to the client."""
 def tbt_margin_s(iteration_s: float, empty_iteration_s: float) -> float:
     """Return the seconds by which a predicted iteration must stay below a TBT SLO.
 
-    An iteration is predicted as a mean. The TBT of a request is the mean of its longest gaps, and the one
-    before its second token has the transfer of its KVCache in it. How long an iteration without a batch takes
-    is known well, so no margin is kept for that part.
+    An iteration is predicted as a mean. The TBT of a request is the mean of its longest gaps, and the gap
+    before its second token contains the transfer of its KVCache. The time of an iteration without a batch is
+    known well, so no margin is kept for that part.
     """
     return TBT_MARGIN * max(0.0, iteration_s - empty_iteration_s)
 
 
 class BatchShare(NamedTuple):
-    """The shares of requests in a batch that may have fewer slots."""
+    """What requests get of a batch that may have fewer slots than there are requests."""
 
     batched: float
     """The share of the requests that are in the batch at a time, from 0 to 1."""
@@ -64,10 +65,10 @@ def batch_share(num_requests: float, max_batch: float) -> BatchShare:
     """Return how `num_requests` requests share a batch of at most `max_batch`.
 
     With r requests and s < r slots, the last request has its first token and then waits until k = r - s
-    others have left. In the time of one decode s of them leave, at random moments, so it waits k / s decodes,
-    and with two standard deviations (k + 2 * sqrt(k)) / s. That wait is a single gap, but the longest. TBT is
-    the mean of the longest tenth of the gaps, so the wait adds ten times as many iterations to it as to the
-    mean of all gaps.
+    others have left. In the time in which one request is decoded s requests leave, at random moments. So the
+    wait is k / s of this time, with two standard deviations (k + 2 * sqrt(k)) / s. The wait is a single gap,
+    but the longest. TBT is the mean of the longest tenth of the gaps, so the wait adds ten times as many
+    iterations to it as to the mean of all gaps.
     """
     if num_requests <= max_batch:
         return BatchShare(1.0, 1.0)
@@ -77,7 +78,8 @@ def batch_share(num_requests: float, max_batch: float) -> BatchShare:
 
 
 class Costs(NamedTuple):
-    """The coefficients of a cost in seconds: constant, and for tokens and pairs, or requests and tokens."""
+    """The coefficients of a cost, in seconds: of every prefill, a token and a pair; or of every iteration, a
+    request and a token."""
 
     constant_s: float
     first_s: float
@@ -101,8 +103,8 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 
 class Point(NamedTuple):
-    """A measured duration: of new and cached tokens for a prefill, of requests and KV tokens for an
-    iteration."""
+    """A measured duration with two quantities: new and cached tokens of a prefill, or requests and KV tokens
+    of an iteration."""
 
     first: float
     second: float

@@ -147,7 +147,8 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     """The longest prompt and output, in blocks, that some pair of instances can hold, or could when there
     last was a pair; 0 before."""
     prefill_costs: Costs | None = None
-    """The mean costs of the prefill instances, or else of those that inline, as learned; None without any."""
+    """The learned mean costs of the prefill instances, or, without any, of the instances that inline prompts;
+    None without either."""
     known: bool = True
     """False for a front that the Conductor did not know, or had given up: it has none of the front's
     requests."""

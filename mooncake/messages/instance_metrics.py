@@ -60,8 +60,8 @@ class Family:
 
 
 def labels(**values: str) -> str:
-    """Return labels as the text between a sample's braces, to be reused, as it takes most of a sample's
-    time."""
+    """Return labels as the text between a sample's braces. Making it takes most of a sample's time, so
+    callers reuse it."""
     return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
 
 

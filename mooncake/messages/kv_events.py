@@ -2,8 +2,8 @@
 
 Batches are published on a PUB socket, numbered from 0 in each incarnation; a ROUTER socket answers requests
 for missed ones. To mirror a pool: subscribe, ask for a snapshot, then apply every batch behind it, in order
-and once. After a gap ask for a replay; when that is gone, or the incarnation has changed, forget everything
-and ask for a snapshot.
+and once. After a gap ask for a replay; when the missed batches are gone, or the incarnation has changed,
+forget everything and ask for a snapshot.
 
 Owns: this vocabulary. Does not know: sockets, vLLM's format of the same.
 """
@@ -29,7 +29,7 @@ class KVRemoved(msgspec.Struct, tag=True, frozen=True):
 
 
 class KVCleared(msgspec.Struct, tag=True, frozen=True):
-    """The event that the pool is empty in every tier, with which batch 0 begins."""
+    """The event that the pool is empty in every tier. Batch 0 begins with it."""
 
 
 KVEvent = KVStored | KVRemoved | KVCleared

@@ -102,7 +102,7 @@ class Ordered(msgspec.Struct, tag=True, frozen=True):
 
     order: Count
     status: InstanceStatus | None
-    """The status of the instance; None if no instance has its name, or the helper's."""
+    """The status of the instance; None if the order names an instance, or a helper, that does not exist."""
     refusal: str = ""
 
 

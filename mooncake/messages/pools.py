@@ -32,7 +32,7 @@ class PoolShard(msgspec.Struct, frozen=True):
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
-    """The instance that is believed to hold the first `num_blocks` blocks of a prompt, as its shards."""
+    """The shards of the instance that is believed to hold the first `num_blocks` blocks of a prompt."""
 
     shards: tuple[PoolShard, ...]
     num_blocks: int
@@ -74,7 +74,7 @@ class Tier(StrEnum):
     DRAM = "dram"
     SSD = "ssd"
     DEVICE = "device"
-    """The prefix cache of an engine that keeps one of its own, and alone can use its blocks.
+    """The prefix cache that an engine keeps by itself, and whose blocks no other engine can use.
 
     DRAM and SSD are the instance's part of the pool.
     """
@@ -107,7 +107,7 @@ class PeerStats(msgspec.Struct, frozen=True):
     """The recent bandwidth in bytes a second while bytes were in flight; None before the first transfers."""
     num_streams: Count
     sent_bytes: dict[str, Count] = {}
-    """Bytes sent by transport; a total since this messenger started, like the two below."""
+    """Bytes sent, by transport: a total since this messenger started, like the two fields below."""
     received_bytes: dict[str, Count] = {}
     busy_s: dict[str, Seconds] = {}
     """Seconds with bytes in flight, by transport."""

@@ -87,7 +87,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """The epoch of the Conductor with which this life of the instance was registered before; 0 for none. The
     same Conductor refuses the registration, as a break of the connection may have swallowed orders."""
     held: list[Held] = []
-    """The requests of that Conductor with which the instance goes on, unless it is told to stop."""
+    """The requests of the Conductor with this `epoch` with which the instance goes on, unless it is told to
+    stop."""
     num_connections: Count = 1
     """The number of the worker's connections to Conductors so far. A registration repeated over another
     connection is refused, too."""
@@ -117,7 +118,8 @@ class Returning(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """The report that the worker stops now, so that its requests are placed on others. Needs no answer."""
+    """The report that the worker stops now, so that its requests are placed on other instances. Needs no
+    answer."""
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
@@ -175,8 +177,9 @@ class DecodeRefused(msgspec.Struct, tag="Refused", frozen=True):
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):
     """The report that an attempt has failed. `retryable`: another attempt may succeed.
 
-    `is_refused`: none can, as the request asks for something that the instance does not serve. `param` is
-    the field of the API that asks for it, or `grammar`, for which several fields ask; None if it is unknown.
+    `is_refused`: no attempt can succeed, as the request asks for something that the instance does not serve.
+    `param` is the field of the API that asks for it, or `grammar`, for which several fields ask; None if it
+    is unknown.
 
     From the destination of a migration: the request stays where it is.
     """
@@ -228,10 +231,10 @@ class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
 class Reserve(msgspec.Struct, tag=True, frozen=True):
     """Order to a decode instance: reserve pages for a prompt and grant the missing ones.
 
-    `tbt_slo_s` limits the time between tokens; with `may_refuse` the instance may refuse a request that would
-    miss it when prefill has ended (not if its answer has begun). `shares_cores`: the prompt is prefilled on
-    cores that this instance uses too. `alone`: the request is a suspect, and shares its first pass with none.
-    `inline`: the decode instance computes the prompt itself, and needs no prefill.
+    `tbt_slo_s` limits the time between tokens; with `may_refuse` the instance may refuse the request when
+    prefill has ended, if it would miss this limit and its answer has not begun. `shares_cores`: the prompt is
+    prefilled on cores that this instance uses too. `alone`: the request is a suspect, and shares its first
+    pass with none. `inline`: the decode instance computes the prompt itself, and needs no prefill.
     """
 
     ref: Ref
@@ -247,9 +250,9 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
     """Order to a prefill instance: compute the missing blocks and stream the granted ones to the decode side.
 
     `time_left_s` is the time until the first token is due (TTFT SLO); None: no deadline. `prefix_source` is
-    where missing blocks may be fetched from; blocks that it turns out not to have are computed.
-    `num_reusable_blocks` are believed to need no computation. `alone`: the request is a suspect, and shares
-    no pass.
+    the instance from which missing blocks may be fetched; blocks that it does not have after all are
+    computed. `num_reusable_blocks`: the first blocks of the prompt, which are believed to need no
+    computation. `alone`: the request is a suspect, and shares no pass.
     """
 
     ref: Ref

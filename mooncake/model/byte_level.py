@@ -1,7 +1,7 @@
 """Incremental text of byte-level tokens (GPT-2's kind), each of which stands for bytes by itself.
 
-So the text of a stream is the UTF-8 of its tokens' bytes, decoded in a tenth of the time of decoding tokens
-together (`tokenizer.IncrementalDetokenizer`). Rust's lossy UTF-8 and Python's agree on what is broken.
+So the text of a stream is the UTF-8 of its tokens' bytes, decoded in a tenth of the time that decoding tokens
+together takes (`tokenizer.IncrementalDetokenizer`). Rust's lossy UTF-8 and Python's agree on what is broken.
 
 Owns: these bytes. Does not know: which tokens are to be hidden, requests.
 """
@@ -32,7 +32,8 @@ class ByteLevelPieces(dict[int, bytes]):
 
 
 def pieces_of(backend: Backend) -> ByteLevelPieces | None:
-    """Return the bytes of a tokenizer's tokens; None unless it decodes them as bytes alone."""
+    """Return the bytes of a tokenizer's tokens; None if the tokenizer decodes tokens in another way than as
+    their bytes."""
     kind = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     return ByteLevelPieces(backend) if kind.get("type") == "ByteLevel" else None
 

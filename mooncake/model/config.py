@@ -146,7 +146,7 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def num_kv_heads(self) -> int:
-        """The number of KV heads: the number of query heads without `num_key_value_heads`."""
+        """The number of KV heads; without `num_key_value_heads` it is the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -256,7 +256,8 @@ FieldsType = TypeVar("FieldsType", bound=Fields)
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Return the checked configuration of a config.json: first its architecture, on which the keys depend.
+    """Return the checked configuration of a config.json. The architecture is read first, as the keys depend
+    on it.
 
     Raises ModelError that names the first wrong key, the value and what was expected.
     """

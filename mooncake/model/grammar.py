@@ -189,7 +189,8 @@ def _first_error(grammar: Grammar) -> str | None:
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    """Return llguidance's error without the grammar's source, as clients have written a schema."""
+    """Return llguidance's error without the grammar's source, which clients did not write: they wrote a
+    schema."""
     text = matcher.get_error().replace("<non-verbose/>", "")
     reason = " ".join(_PLACE.sub("", _SOURCE.sub("", text)).split())
     if reason == "NoExtensionBias":

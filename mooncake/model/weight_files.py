@@ -100,8 +100,8 @@ def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> 
     """Check that tensors fit `model`, by their sizes and not their names. Raises ModelError.
 
     Layers beyond the last would be left out, and integers without their scales be taken for weights: the
-    model would produce nonsense. A tensor with more numbers than the whole model is refused before memory
-    is taken for it. Raises ModelError.
+    model would produce nonsense. A tensor with more numbers than the whole model is refused before memory is
+    taken for it.
     """
     for name, dtype, shape in tensors:
         layer = LAYER_NAME.match(name)
@@ -123,8 +123,8 @@ def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> 
 
 
 def weights_digest(files: Iterable[WeightFile]) -> str:
-    """Return the hexadecimal SHA-256 of names, sizes, headers and samples: both ends, and a piece in every
-    stride.
+    """Return the hexadecimal SHA-256 of the files' names, sizes and headers, and of samples of their data:
+    both ends, and a piece of each stride.
 
     Hashing every byte would take minutes for a large model, and headers, sizes and samples already differ
     between any two models that could be mixed up (a fine-tune changes nearly every weight).

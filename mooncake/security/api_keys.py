@@ -42,7 +42,7 @@ class ApiKey(BaseModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """The lowest priority number that requests may ask for, and the default of requests that ask for none.
 
-    If absent: 0. Such a key may also name any SLO class, one with a negative priority too.
+    Absent: 0, and requests may also name any SLO class, even one with a negative priority.
     """
     max_context_cache_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens in context caches at most; default: `http.context_cache_tokens`."""

@@ -66,7 +66,7 @@ class Gate:
         self._handshakes: list[Handshakes] = []
         self._unauthenticated: list[Unauthenticated] = []
         self._num_ended = 0
-        """Number of unauthenticated connections when memory was last released."""
+        """Number of unauthenticated connections that had ended when memory was last released."""
         self._zap = zmq.Context(shadow=self._context).socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind(ZAP_ENDPOINT)
@@ -207,7 +207,7 @@ class ConnectionWatch:
 
     @property
     def num_connections(self) -> int:
-        """The number of connections so far, with that of the latest message."""
+        """The number of connections so far, the one over which the latest message came included."""
         self._monitor.drain()
         return self._num_connections
 
@@ -235,8 +235,8 @@ class ConnectionWatch:
 
 
 def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
-    """Set the key of `socket` before `connect`, after which it can only talk to sockets of a `Gate` with that
-    key."""
+    """Set the key of `socket`, which can then connect only to sockets of a `Gate` with this key. To be called
+    before `connect`."""
     public, secret = key.curve_pair()
     socket.curve_serverkey = public
     socket.curve_publickey = public

@@ -32,8 +32,8 @@ class Handshakes:
     can be. Undecided ones are not counted: a burst of admitted peers may hide an unauthenticated one for that
     time.
 
-    The key of a peer whose connection has ended in the middle of its handshake is not known, which libzmq
-    reports. All others have shown another key, or do not speak the protocol.
+    libzmq reports connections that end in the middle of their handshake; the keys of their peers are unknown.
+    The peers of all other connections that are counted have shown another key, or do not speak the protocol.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,15 @@ class Handshakes:
         self._num_admitted = 0
         self._num_refused = 0
         self.num_unfinished = 0
-        """Number of handshakes that ended in the middle: late, closed by the peer, or dropped for others."""
+        """Number of handshakes that ended in the middle: they took too long, the peer closed the connection,
+        or it was dropped for another one."""
         self._undecided: dict[int, float] = {}
         """Times of undecided connections by descriptor, oldest first."""
         self._num_admitted_undecided = 0
         """Least number of undecided connections that have been admitted."""
 
     def on_event(self, event: int, descriptor: int, now_s: float) -> None:
-        """Process an event of `zmq.EVENT_*`; those of a handshake have no `descriptor`."""
+        """Process an event of `zmq.EVENT_*`; events of a handshake have no `descriptor`."""
         match event:
             case zmq.EVENT_ACCEPTED:
                 self._num_accepted += 1
@@ -85,8 +86,9 @@ class Handshakes:
 class Unauthenticated:
     """A limit on TCP connections to one bound socket whose peers have not shown the key.
 
-    libzmq takes as many as there are descriptors. Each that it accepts gets a second descriptor here, which
-    stays the connection's own when libzmq has closed it, so that nothing else is shut down in its place.
+    libzmq takes as many connections as there are descriptors. Each accepted connection gets a second
+    descriptor here. When libzmq has closed its own, and the number means something else, the second one still
+    means this connection, and nothing else is shut down.
     """
 
     def __init__(self) -> None:
@@ -128,7 +130,7 @@ class Unauthenticated:
 def connection_of(descriptor: int, endpoint: str) -> socket.socket | None:
     """Return the connection to the TCP `endpoint` that libzmq has as `descriptor`; None without one.
 
-    There is none if the connection has ended, and for local sockets, whose peers are the user's own.
+    None if the connection has ended, and for local sockets, whose peers are processes of the same user.
     """
     scheme, _, address = endpoint.partition("://")
     if scheme != "tcp":

@@ -1,7 +1,7 @@
 """Lines of the log about spans that are lost on their way to the collector.
 
-The SDK complains of each try to send a batch, and the next one may succeed. The log here says once that spans
-are lost, and once that this is over.
+The SDK complains of each failed try to send a batch, though the next try may succeed. Here the log says once
+that spans are lost, and once that spans reach the collector again.
 
 Owns: which complaints of the SDK are losses, when a trouble is over. Does not know: spans, how they are sent.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 QUIET_S = 30.0
 """Seconds without a loss after which a trouble is over. The SDK reports a full queue at most once in 20 s."""
 _OF_EXPORTER, _OF_QUEUE = "opentelemetry.exporter", "opentelemetry.sdk._shared_internal"
-"""Loggers of the SDK: of complaints about an export, which may succeed in the end, and of lost spans."""
+"""Two loggers of the SDK: one for complaints about exports, which may still succeed, one for lost spans."""
 log = logging.getLogger(__name__)
 
 
@@ -30,7 +30,7 @@ class Losses(logging.Handler):
         self._lost_s: float | None = None
         """Time of the newest loss; None unless there is a trouble."""
         self._complaint = ""
-        """First complaint of the export that runs, or of those that have failed since the last success."""
+        """The first complaint about an export since the last success; empty without one."""
 
     @property
     def is_refused(self) -> bool:

@@ -56,7 +56,7 @@ class SpanEnd(NamedTuple):
     ) -> EndedSpan | None:
         """Return the span of a step of the request; None for a step that has not begun.
 
-        A step without an end of its own ends here, as the request has failed or was aborted in it.
+        A step without `ended_s` ends at `at_s`, as the request failed or was aborted in this step.
         """
         if began_s is None:
             return None

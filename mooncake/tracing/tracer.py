@@ -3,8 +3,8 @@
 Nothing here waits for the collector. A thread of the SDK sends spans that have ended, and loses the oldest
 when its queue is full (`OTEL_BSP_MAX_QUEUE_SIZE`).
 
-OTLP goes over HTTP, in JSON. Threads of gRPC survive no fork, and a front forks. The package of protobuf for
-OTLP has files of the same names as that for Envoy, which the endpoint picker needs.
+OTLP goes over HTTP, in JSON. Threads of gRPC survive no fork, and a front forks. OTLP's protobuf package has
+files of the same names as Envoy's, which the endpoint picker needs.
 
 Owns: the SDK, wall-clock times of spans. Does not know: what is traced, what is logged of lost spans.
 """
@@ -63,7 +63,7 @@ class OpenSpan:
 
 
 class Tracer:
-    """The maker of a process's spans, which leave while `exporting` runs.
+    """The maker of a process's spans. They are sent while `exporting` runs.
 
     Its clock is `time.monotonic`, as the event loop's.
     """
@@ -94,8 +94,8 @@ class Tracer:
     def exporting(self) -> Iterator[None]:
         """Make a context in which spans leave, by a thread. A fork within the context is not allowed.
 
-        At the end the last spans have `_LAST_SPANS_S`, or no time if the collector did not take others.
-        Raises ConfigError for a variable OTEL_* that the SDK refuses.
+        At the end the last spans have `_LAST_SPANS_S` to leave, or no time if the collector did not take the
+        spans before them. Raises ConfigError for a variable OTEL_* that the SDK refuses.
         """
         losses = Losses(self._endpoint)
         try:
