@@ -189,7 +189,7 @@ def _page_rows(pages: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
     head_dim]`.
 
     For `pages` [B, P] the indices are ordered [2, B, num_kv_heads, P], so that one `index_select` yields K
-    and V as contiguous `[2, B, num_kv_heads, P * page_size, head_dim]`. int64, flat.
+    and V as contiguous `[2, B, num_kv_heads, P * page_size, head_dim]`.
     """
     pages = pages.to(geometry.device)
     heads = torch.arange(geometry.num_kv_heads, device=geometry.device)[:, None]

@@ -16,7 +16,8 @@ from kernels.cpu.library import Library
 from kernels.head_norms import HeadNorms
 
 MULTIPLE = 16
-"""The divisor of row lengths in norms; rotations need twice as many elements."""
+"""The number of which every row length in norms is a multiple; head sizes in rotations are multiples of twice
+this number."""
 
 
 class _Slots(ctypes.Structure):

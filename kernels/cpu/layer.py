@@ -1,11 +1,11 @@
 """Decoder layers of the Llama family in one call on the CPU (layer.h).
 
-The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, products for queries, keys
-and values, rotation and page write, attention, product, norm, gated products, product, with both residuals.
-One call for all layers of a pass, because thirty layers of nine calls each cost Python 1.4 ms a step, a fifth
-of a decode step of a small model, and between two calls other threads may hold the interpreter. The
-halves of a layer, attention and MLP, can be called alone, without their residuals: their results are added up
-over the ranks of a tensor-parallel group, each with its own heads and columns.
+The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, products for queries, keys and
+values, rotation and page write, attention, product, norm, gated products, product, with both residuals. All
+layers of a pass are one call. Thirty layers of nine calls each would cost Python 1.4 ms a step, a fifth of a
+decode step of a small model, and between two calls other threads may hold the interpreter. The halves of a
+layer, attention and MLP, can be called alone, without their residuals: their results are added up over the
+ranks of a tensor-parallel group, each with its own heads and columns.
 
 Owns: a layer's weights, packed, and the checks. Does not know: which layer it is.
 """
@@ -169,7 +169,7 @@ class Layer:
         slots: Slots,
         workspace: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the addition of attention to `hidden` [T, hidden_size]: norm, attention, output product.
+        """Return what attention adds to `hidden` [T, hidden_size]: norm, attention, output product.
 
         Raises ValueError for other shapes or dtypes.
         """
@@ -188,7 +188,7 @@ class Layer:
         return out
 
     def mlp_half(self, hidden: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        """Return the addition of the MLP to `hidden` [T, hidden_size]: norm and MLP.
+        """Return what the MLP adds to `hidden` [T, hidden_size]: norm and MLP.
 
         Raises ValueError for other shapes or dtypes.
         """
@@ -249,9 +249,9 @@ def run_layers(
 ) -> torch.Tensor:
     """Return `hidden` [T, hidden_size] after these layers, each with its pages and attention.
 
-    With `moved` a helper has the last heads, and the pass has been described to it; pages and attention have
-    the others. With `owner` they are computed for another process, which is told of each layer. Otherwise as
-    `Layer.__call__`. Raises HelperLost.
+    With `moved` a helper has the last heads, and the pass has been described to the helper; pages and
+    attention have the other heads. With `owner` the layers are computed for another process, which is told of
+    each layer. Otherwise as `Layer.__call__`. Raises HelperLost.
     """
     first, pages, attention = layers[0]
     first._check_pass(hidden, pages, attention, slots, workspace, moved)

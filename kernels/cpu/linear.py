@@ -120,7 +120,7 @@ class GatedLinear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[T, N]` for contiguous `x` [T, K] of the weights' dtype.
+        """Return the product, `[T, N]`, for contiguous `x` [T, K] of the weights' dtype.
 
         Raises ValueError for other tensors.
         """

@@ -1,4 +1,4 @@
-"""Memory in huge pages, for what is read from end to end in every step: weights, KVCache.
+"""Memory in huge pages, for tensors that are read from end to end in every step: weights, KVCache.
 
 Owns: the allocation. Does not know: what is stored.
 """
@@ -45,7 +45,8 @@ def populate(memory: torch.Tensor) -> None:
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """Return the whole pages under contiguous `memory` of this process alone to the system.
+    """Return to the system the whole pages under `memory`, which is contiguous, and which no other process
+    shares.
 
     Their content is zeros from then on, and they take memory again when they are written.
     """
@@ -53,7 +54,7 @@ def give_back(memory: torch.Tensor) -> None:
 
 
 def give_back_all(tensors: Iterable[torch.Tensor]) -> None:
-    """Return the whole pages under tensors of a `HugeMemory` to the system, for good.
+    """Return to the system, for good, the whole pages under tensors of a `HugeMemory`.
 
     Neighbours are returned as one range: a huge page takes memory until all of it is returned.
     """

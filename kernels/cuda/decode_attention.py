@@ -30,7 +30,8 @@ _MAX_PROGRAMS_PER_SM = 16
 _PROGRAMS_PER_SM = 4
 """Programs of one processor that keep the memory busy; a processor can run all of them at once."""
 _MOST_IMBALANCE = 1.5
-"""The length of the longest part, relative to an even division among these programs."""
+"""The length of the longest part at most, as a multiple of an even division among `_PROGRAMS_PER_SM` programs
+a processor."""
 _PART_MULTIPLE = 64
 """The divisor of a part's length: a multiple of the keys of every tile."""
 

@@ -29,10 +29,7 @@ from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW
 from kernels.cuda.spans import Spans
 
 BLOCK_ROWS = 128
-"""(token, head) pairs of a program, as in `default_tile`: spans have at most BLOCK_ROWS
-
-group tokens.
-"""
+"""(token, head) pairs of a program, as in `default_tile`: spans have at most `BLOCK_ROWS // group` tokens."""
 BLOCK_KEYS = 64
 HEAD_DIMS = (64, 128)
 NUM_STAGES = 3
@@ -48,7 +45,7 @@ _load_async = (
 
 
 def is_for(query: torch.Tensor, kv_layer: torch.Tensor) -> bool:
-    """Return whether this kernel supports such tensors, which have passed `check_attention`."""
+    """Return whether this kernel supports these tensors, which have passed `check_attention`."""
     _, _, _, page_size, head_dim = kv_layer.shape
     return query.dtype in _DTYPES and head_dim in HEAD_DIMS and page_size % BLOCK_KEYS == 0
 
@@ -271,10 +268,8 @@ def attend(
     sliding_window: int | None,
     lse: torch.Tensor | None,
 ) -> None:
-    """Compute `prefill_attention` for tensors that `is_for` supports, over spans of 1 to BLOCK_ROWS
-
-    group tokens.
-    """
+    """Compute `prefill_attention` for tensors that `is_for` supports, over spans of 1 to
+    `BLOCK_ROWS // group` tokens."""
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, _, page_size, _ = kv_layer.shape
     kv_rows = kv_layer.view(-1, head_dim)

@@ -1,8 +1,8 @@
-"""Half the bytes of KVCache for a transfer: pages to int8 or fp8 (e4m3) with a scale for each head's K and V.
+"""Pages quantised to half the bytes for a transfer: int8 or fp8 (e4m3), with a scale for each head's K and V.
 
 A stored number is the element divided by its scale, rounded to nearest, ties to even; the scale maps the
-largest magnitude of one page's K (or V) of one head in one layer to the largest number of the encoding. With
-`scale` that of an element x (finite), the error is at most
+largest magnitude of one page's K (or V) of one head in one layer to the largest number of the encoding. The
+error of a finite element x with this `scale` is at most
 
     int8: scale / 2                    (scale = max / 127: 0.4% of the largest magnitude)
     e4m3: max(|x| / 16, scale / 1024)  (3 bits of mantissa; the least normal number is scale / 64)

@@ -1,6 +1,6 @@
 """Norm, rotation and page write of queries, keys and values before attention, in one pass over memory.
 
-Norms of the heads (Qwen3), rotation of queries and keys, and the write of keys and values to their pages.
+The norms are those of each query and key that some models have (Qwen3).
 
 Bytes moved: every query, key and value read once and written once; `bytes_moved`.
 

@@ -179,8 +179,8 @@ def prefill_attention(
     """Write attention into the rows of `out` that `spans` cover; other rows stay.
 
     Arguments are those of `decode_attention`, but spans have up to `tile.num_tokens(num_heads //
-    num_kv_heads)` tokens, as `plan_spans` must have cut them; without a tile it is `default_tile`'s, and the
-    kernel Hopper's where it can be. Raises ValueError for other tensors.
+    num_kv_heads)` tokens, as `plan_spans` must have cut them; without `tile` the tile is `default_tile`'s,
+    and the kernel is Hopper's for tensors that it supports. Raises ValueError for other tensors.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     _, num_heads, head_dim = query.shape

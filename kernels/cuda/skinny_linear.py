@@ -188,10 +188,10 @@ def skinny_linear(
     """Return `x @ weight.T + bias` `[T, m]` of a few contiguous rows `x` [T, n], at most MAX_ROWS or
     MAX_GATED_ROWS.
 
-    `weight` is contiguous `[m, n]`, `bias` `[m]`. `norm` is that of the rows before the product. With
-    `is_gated` the result is `silu(gates) * values` `[T, m / 2]`, where the first half of the product is
-    gates. `residual`, of the result's shape, is added. bfloat16 or float16; sums are float32, rounded once.
-    Raises ValueError for other tensors.
+    `weight` is contiguous `[m, n]`, `bias` `[m]`. `norm` is applied to the rows before the product. With
+    `is_gated` the result is `silu(gates) * values` `[T, m / 2]`: gates are the first half of the product,
+    values the second. `residual`, of the result's shape, is added. bfloat16 or float16; sums are float32,
+    rounded once. Raises ValueError for other tensors.
     """
     num_rows, num_terms = x.shape
     most_rows = MAX_GATED_ROWS if is_gated else MAX_ROWS

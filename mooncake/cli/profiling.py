@@ -1,7 +1,7 @@
 """The command `mooncake-serve profile FILE`, which measures prefill and decode for `conductor.profile`.
 
-A separate process measures (`workers.process.profile`), with the configured model and device. This one shows
-its progress, fits the costs, and writes the file and a picture.
+A separate process measures (`workers.process.profile`), with the configured model and device. This process
+shows the progress, fits the costs, and writes the file and a picture.
 
 Owns: the display, the fit. Does not know: how anything is measured.
 """

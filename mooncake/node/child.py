@@ -45,7 +45,7 @@ class Child:
         self.num_failed_starts = 0
         """Incarnations in a row that ended by their own fault before they were ready."""
         self.has_left = False
-        """Whether its instance has left the cluster, so that it is not started again."""
+        """Whether the instance has left the cluster, so that the process is not started again."""
         self._log_level = log_level
         self._incarnation = 0
         self._hung = False
@@ -134,8 +134,8 @@ class Child:
         return doing
 
     def _send(self, signum: int) -> None:
-        """Send a signal by pid, as the process object would collect the exit code, for which a thread
-        waits."""
+        """Send a signal by pid. The process object's own method would collect the exit code, for which a
+        thread waits already."""
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
@@ -151,7 +151,8 @@ def _state(pid: int) -> str:
 
 @contextlib.asynccontextmanager
 async def _reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
-    """Make a context with a reader of a pipe. The pipe is closed behind it, even if it has not ended."""
+    """Make a context with a reader of a pipe. The pipe is closed at the context's end, even if another
+    process still holds its other end."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")

@@ -44,10 +44,11 @@ class Life(NamedTuple):
 
 
 def end_of(returncode: int, *, hung: bool, num_oom_kills: int) -> ProcessEnd:
-    """Return the cause of the end of a process with `returncode` (negative: by that signal).
+    """Return the cause of the end of a process with `returncode` (negative: the signal that ended it).
 
     `hung`: it was killed because it gave no sign of life. `num_oom_kills` is how many processes the kernel
-    has killed for lack of memory in its lifetime; a process ended by SIGKILL is taken to be among them.
+    has killed for lack of memory in the lifetime of this one; if any, a process ended by SIGKILL is taken to
+    be one of them.
     """
     if returncode >= 0:
         failed = returncode != 0

@@ -1,8 +1,8 @@
 """The run directory, which holds a node's sockets and the description of the run.
 
-It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a
-supervisor that was killed, and is removed by the next one. (One killed in its first instant leaves an empty
-`.mooncake-serve-starting-*`.)
+It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a supervisor
+that was killed, and is removed by the next one. (A supervisor that is killed in its first instant leaves an
+empty `.mooncake-serve-starting-*`.)
 
 Owns: the directory, and how other programs of this user find it. Does not know: the use of the sockets.
 """

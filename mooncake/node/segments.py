@@ -65,8 +65,8 @@ def available_bytes() -> int | None:
 def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
     """Return the descriptor of new shared memory of `size_bytes`, all of it allocated.
 
-    Without `directory` the memory ends with its last user. Else it is the file `name`.segment there, whose
-    contents are kept, and which no other live process may use.
+    Without `directory` the memory ends with its last user. With `directory` it is the file `name`.segment
+    there: its contents are kept, and no other live process may use it.
     """
     if directory is not None:
         return _segment_file(_segment_path(directory, name), size_bytes)

@@ -3,7 +3,7 @@
 One process at a time has the file, by a lock that ends with the process. Changes are written in
 the order of their calls by one thread beside the event loop, and are on disk when the call returns.
 
-Owns: the file, its thread, what of it is refused. Does not know: what is in the tables.
+Owns: the file, its thread, which files are refused. Does not know: what is in the tables.
 """
 
 import asyncio

@@ -23,7 +23,7 @@ from mooncake.node.rundir import RunDirectory
 STOP_GRACE_S = 4.0
 """Seconds in which processes may end by themselves."""
 KILL_GRACE_S = 2.0
-"""Seconds after which killed processes are not waited for, as a grandchild may hold a pipe open."""
+"""Seconds for which killed processes are waited for at most, as a grandchild may hold a pipe open."""
 
 
 async def supervise(config: Config) -> int:
@@ -77,7 +77,7 @@ class Stopping:
 class Supervisor:
     """The supervisor of a set of children.
 
-    Instances have `drain_s` seconds to finish their requests, unless it is 0.
+    Before the end instances have `drain_s` seconds to finish their requests; with 0 they end at once.
 
     A child that gives no sign of life for `hang_timeout_s` is killed, and restarted like a child that has
     died.
