@@ -23,7 +23,8 @@ FLAGS = [
 
 
 class Browser:
-    """One page. Use as a context manager; `problems` are errors of its scripts and of what they load."""
+    """A browser with one page. Use as a context manager; `problems` are errors of the page's scripts and of
+    what they load."""
 
     def __init__(self, profile: Path) -> None:
         self._profile = profile
@@ -62,7 +63,7 @@ class Browser:
         os.close(self._from)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command and its result."""
+        """Send a command, and return its result."""
         self._last_id += 1
         command: dict[str, Any] = {"id": self._last_id, "method": method, "params": parameters}
         if self._session is not None:
@@ -95,17 +96,17 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """Of the first element that matches; empty without one."""
+        """Return the text of the first element that matches; empty without one."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of the element."""
+        """Click with the mouse into the middle of the first element that matches."""
         x, y = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             " e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
@@ -115,11 +116,11 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def type(self, text: str) -> None:
-        """Into what has the focus."""
+        """Type into the element that has the focus."""
         self.call("Input.insertText", text=text)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Until the page has come to show it."""
+        """Wait until `condition` is true: the page shows `what`."""
         end_s = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < end_s, f"the page does not show {what}"

@@ -13,7 +13,8 @@ from tests.deadline import DEADLINE_S
 
 @dataclass(frozen=True, slots=True)
 class CollectedSpan:
-    """Ids are hexadecimal digits, times nanoseconds since 1970. A span that begins a trace has no parent."""
+    """A span as the collector got it. Ids are hexadecimal digits, times nanoseconds since 1970. `parent_id`
+    is empty for a span that begins a trace."""
 
     process: str
     service: str
@@ -32,7 +33,7 @@ class CollectedSpan:
 
 @dataclass(slots=True)
 class Collector:
-    """The spans that have come."""
+    """The spans that a running collector has received, at `url`."""
 
     url: str
     spans: list[CollectedSpan] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Collector:
             self.changed.notify_all()
 
     def wait_for(self, name: str, trace_id: str | None = None, **attributes: object) -> CollectedSpan:
-        """The first span of this name, trace and attributes, once it has come."""
+        """Wait for a span with this name, trace and attributes, and return the first one."""
 
         def found() -> CollectedSpan | None:
             for span in self.spans:
@@ -63,7 +64,7 @@ class Collector:
         return span
 
     def of_trace(self, trace_id: str) -> list[CollectedSpan]:
-        """Those that have come."""
+        """Return the spans of a trace that have arrived so far."""
         with self.changed:
             return [span for span in self.spans if span.trace_id == trace_id]
 

@@ -1,7 +1,7 @@
-"""What must be said before the first import of what it concerns.
+"""Settings of all tests, made before the first import of the libraries that read them.
 
-Tests share the machine with one another: each process computes on one core, as those do that it starts. Where
-there is no GPU, its kernels run in Triton's interpreter.
+Tests share the machine with one another: each process computes on one core, and so do the processes that it
+starts. Where there is no GPU, the GPU's kernels run in Triton's interpreter.
 """
 
 import os
@@ -35,12 +35,13 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed what a test and its fixtures draw by themselves: the same each time, by its own name."""
+    """Seed the random numbers of a test and its fixtures by the test's name, so that they are the same each
+    time."""
     random.seed(item.nodeid)
 
 
 @pytest.fixture
 def short_tmp_path() -> Iterator[Path]:
-    """A directory whose sockets' paths are within what the system allows; `tmp_path` may be too long."""
+    """A temporary directory with a path short enough for sockets; that of `tmp_path` may be too long."""
     with tempfile.TemporaryDirectory(prefix="mooncake-test-") as path:
         yield Path(path)

@@ -1,6 +1,6 @@
-"""A clock for what processes may take, on a machine whose cores others use too.
+"""A clock that measures how long processes take, on a machine whose cores other processes use too.
 
-Owns: the time for which they wait for a core. Does not know: what is measured.
+Owns: the time for which the processes wait for a core. Does not know: what is measured.
 """
 
 import time
@@ -9,9 +9,11 @@ from pathlib import Path
 
 
 class CoreClock:
-    """Stands still while the main thread of one of the processes `pids` could run and has no core.
+    """A clock that stands still while the main thread of one of the processes `pids` could run and has no
+    core.
 
-    Of these it is the one that has waited longest since the clock was made; with idle cores none waits.
+    The process that counts is the one that has waited longest since the clock was made; with idle cores none
+    waits.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -19,7 +21,7 @@ class CoreClock:
         self._begun_s = self._waited_s()
 
     def now_s(self) -> float:
-        """Seconds since some time in the past."""
+        """Return the seconds since some time in the past."""
         waits_s = (now_s - begun_s for now_s, begun_s in zip(self._waited_s(), self._begun_s, strict=True))
         return time.monotonic() - max(waits_s)
 

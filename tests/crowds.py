@@ -1,4 +1,4 @@
-"""Crowds of hostile peers, who say as much as they are let and then stay."""
+"""Crowds of hostile peers, which send as much as is taken, and then stay connected."""
 
 import contextlib
 import itertools
@@ -13,21 +13,21 @@ from tests.deadline import DEADLINE_S
 MIB = 1 << 20
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + b"\x00" + bytes(31)
 QUIET_S = 2.0
-"""without a byte that anybody takes, after which nobody takes any more"""
+"""Seconds without a byte that is taken, after which no more are expected to be."""
 _PIECE = bytes(1 << 18)
 _HTTP = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 Opening = tuple[bytes, int]
-"""how a peer begins, and how many bytes of zero follow"""
+"""The first bytes of a peer, and the number of zeros that follow them."""
 
 
 def zmtp_frame(num_bytes: int) -> Opening:
-    """A frame of the handshake, without its last byte."""
+    """Return a frame of ZeroMQ's handshake without its last byte."""
     return ZMTP_GREETING + b"\x06" + num_bytes.to_bytes(8, "big"), num_bytes - 1
 
 
 def http_body(num_bytes: int) -> Opening:
-    """Without its last byte."""
+    """Return a request whose body lacks its last byte."""
     return _HTTP + b"Content-Length: %d\r\n\r\n" % num_bytes, num_bytes - 1
 
 
@@ -37,7 +37,7 @@ def http_head(num_bytes: int) -> Opening:
 
 @contextlib.contextmanager
 def crowd(ports: Sequence[int], openings: Sequence[Opening], num_each: int) -> Iterator[None]:
-    """Within, `num_each` peers have connected to each port, and said what they were let."""
+    """Make a context in which `num_each` peers are connected to each port, and have sent what was taken."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -61,7 +61,7 @@ def crowd(ports: Sequence[int], openings: Sequence[Opening], num_each: int) -> I
 
 
 def _say_more(peer: socket.socket, left: list[bytes | int]) -> bool:
-    """Whether there is more to say, and somebody who hears it."""
+    """Send more. Returns whether something is left to send, and the connection is open."""
     beginning, num_zeros = left
     assert isinstance(beginning, bytes)
     assert isinstance(num_zeros, int)
@@ -80,7 +80,7 @@ def _say_more(peer: socket.socket, left: list[bytes | int]) -> bool:
 
 
 def listening_ports(pid: int) -> list[int]:
-    """The TCP ports of a process."""
+    """Return the TCP ports at which a process listens."""
     own = {entry.readlink().name for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return [
@@ -89,12 +89,12 @@ def listening_ports(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of its own that a process has: without what it shares."""
+    """Return the bytes of memory that a process has for itself, without shared memory."""
     return _status_bytes(pid, "RssAnon:")
 
 
 def most_resident_bytes(pid: int) -> int:
-    """The most memory that a process has had."""
+    """Return the most bytes of memory that a process has had."""
     return _status_bytes(pid, "VmHWM:")
 
 

@@ -1,3 +1,4 @@
-"""How long a test waits for what must happen: a guard against waiting for ever, on machines that are busy."""
+"""The seconds for which a test waits for an event at most: long enough for busy machines, and not for
+ever."""
 
 DEADLINE_S = 180.0

@@ -1,4 +1,4 @@
-"""What becomes of a test whose program of Debian's (`benchmarks.debian`) cannot be had."""
+"""Programs of Debian (`benchmarks.debian`) for tests, and the end of a test whose program cannot be had."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,8 @@ from benchmarks.debian import CannotFetchError, fetch
 
 
 def fetched(package: str, program: str) -> Path:
-    """The path of `program` (inside the package, from / on). Skips the test where it cannot be had; in CI it
-    fails, so that a test does not quietly stop running there."""
+    """Return the path of `program` (its path inside the package, from / on). Skips the test if the program
+    cannot be had; in CI the test fails, so that it does not quietly stop running there."""
     try:
         return fetch(package) / program
     except CannotFetchError as error:

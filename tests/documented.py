@@ -1,4 +1,4 @@
-"""What README and the pages of docs/ tell a reader to type, as data.
+"""The commands and programs that README and the pages of docs/ tell a reader to type, as data.
 
 A fenced `sh` block is one that can be pasted into a terminal that stands in a fresh clone. Marks behind `sh`:
 
@@ -24,7 +24,7 @@ NEEDS = {"docker", "gpu", "rdma", "internet", "hours", "hosts", "systemd", "vllm
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, where it stands, and what its marks say."""
+    """A fenced block of a page, with the section in which it stands, and its marks."""
 
     section: str
     language: str
@@ -40,20 +40,21 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether a test runs it. `make` is how tests themselves were installed."""
+        """Whether a test runs the block. `make` is left out: it has installed the tests themselves."""
         is_program = self.language in ("sh", "python") and "excerpt" not in self.marks
         return is_program and self.needs is None and not self.text.startswith("make ")
 
     @property
     def commands(self) -> Iterator[str]:
-        """Its lines without comments, those that end with a backslash joined."""
+        """The lines of the block without comments; a line that ends with a backslash is joined with the next
+        one."""
         for line in self.text.replace("\\\n", " ").splitlines():
             if command := re.sub(r"(^|\s)#\s.*", "", line).strip():
                 yield command
 
 
 def blocks(page: Path) -> list[Block]:
-    """In the order of the page. Raises ValueError for a mark that nobody knows."""
+    """Return the blocks of a page in its order. Raises ValueError for an unknown mark."""
     found = []
     section = ""
     for match in re.finditer(r"(?ms)^## (.+?)$|^```(\w*)([^\n]*)\n(.*?)^```$", page.read_text()):
@@ -72,5 +73,5 @@ def blocks(page: Path) -> list[Block]:
 
 
 def anchor(heading: str) -> str:
-    """What GitHub calls a heading."""
+    """Return GitHub's name of a heading in links."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

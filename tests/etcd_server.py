@@ -12,9 +12,10 @@ from tests.ports import free_port
 
 
 class EtcdServer:
-    """Use as a context manager. Its port stays the same.
+    """An etcd server. Use as a context manager. Its port stays the same.
 
-    `network`: the namespace that it is in, at the address `host`, if that is not this process's.
+    `network`: the network namespace of the server, where its address is `host`; None for that of this
+    process.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class EtcdServer:
         self.url = f"{scheme}://{host}:{free_port()}"
 
     def start(self) -> None:
-        """Start it, with the data that it had."""
+        """Start the server, with the data that it had before."""
         command = [str(self._program), f"--data-dir={self._folder / 'data'}", *self._flags]
         command += [f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}"]
         command += ["--listen-peer-urls=http://127.0.0.1:0"]
@@ -42,16 +43,17 @@ class EtcdServer:
         eventually(lambda: self._serves(start), "etcd serves")
 
     def _serves(self, start: int) -> bool:
-        """Whether the log from `start` says that it has a leader, itself.
+        """Return whether the log, from `start` on, says that the server leads.
 
-        It listens before that. Killed in between, it has a log without members, and never serves again.
+        The server listens before it leads. Killed in between, it would have a log without members, and never
+        serve again.
         """
         log = self._log.read_bytes()[start:]
         assert self._process.poll() is None, log.decode()
         return b"ready to serve client requests" in log
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
-        """Kill it: its data stay. Or stop it, or let it go on."""
+        """Kill the server, whose data stay; or send another signal, such as to stop or continue it."""
         self._process.send_signal(signum)
         if signum is signal.SIGKILL:
             self._process.wait()

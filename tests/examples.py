@@ -1,4 +1,5 @@
-"""How many examples Hypothesis draws: a few, each time the same, or in `make soak` all, each time others."""
+"""The number of examples that Hypothesis draws: a few, the same each time; in `make soak` all, others each
+time."""
 
 import hypothesis
 
@@ -6,5 +7,5 @@ REDUCED, FULL = 25, 100
 
 
 def num_examples(full: int) -> int:
-    """As many as the profile allows of `full`, which is what `make soak` draws."""
+    """Return the number of examples by the profile: `full` in `make soak`, otherwise a share of it."""
     return max(1, full * hypothesis.settings.default.max_examples // FULL)

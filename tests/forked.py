@@ -1,6 +1,6 @@
-"""Processes that are forked from one which has imported what they need: that is most of a start.
+"""Processes that are forked from one that has imported the modules they need, as imports are most of a start.
 
-Owns: the fork server, what a process has of this one. Does not know: what processes do.
+Owns: the fork server, what a forked process gets of this one. Does not know: what processes do.
 """
 
 import multiprocessing
@@ -19,13 +19,13 @@ _preloaded = ["__main__"]
 
 
 def preload(module: str) -> None:
-    """The fork server imports this module, if it has not been started yet."""
+    """Have the fork server import this module at its start. No effect once it has been started."""
     _preloaded.append(module)
     _CONTEXT.set_forkserver_preload(_preloaded)
 
 
 def start_fork_server() -> None:
-    """Have the fork server run. What it forks is in the network namespace in which it was started."""
+    """Start the fork server. Its processes are in the network namespace in which it was started."""
     forkserver.ensure_running()
 
 
@@ -39,7 +39,7 @@ Finalize(None, _end_all, exitpriority=0)
 
 
 class Descriptor:
-    """As an argument it arrives as the number of a duplicate."""
+    """A descriptor as an argument of a forked process, which gets the number of a duplicate."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -56,7 +56,7 @@ def _number_of(duplicate: Any) -> int:
 class Forked:
     """A process that calls `function(*arguments)`, with `environ` and three descriptors of its own, and ends.
 
-    What else is named as in `subprocess.Popen` is as there.
+    Methods and properties with names of `subprocess.Popen`'s do the same.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills it and lets go of its descriptors."""
+        """Kill the process, and close its descriptors."""
         self.kill()
         self.wait()
         self._process.close()

@@ -15,7 +15,8 @@ import pytest_asyncio
 
 @pytest.fixture(autouse=True)
 def unseen_exceptions(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Exceptions that the event loop reported: none, and no open descriptor, once the loop is closed."""
+    """The exceptions that the event loop has reported. Once the loop is closed, the test fails if there are
+    any, or if a descriptor is left open."""
     unseen: list[str] = []
     if not pytest_asyncio.is_async_test(request.node):
         yield unseen
@@ -48,7 +49,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def _descriptors() -> set[tuple[str, str]]:
-    """Numbers of the open descriptors, each with its target: a number used again counts as a new one."""
+    """Return the open descriptors, each number with its target, so that a number that is used again counts as
+    a new one."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own

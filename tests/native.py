@@ -1,4 +1,4 @@
-"""What is compiled when first needed is compiled before the tests: some of their deadlines are short."""
+"""Compilation of C++ before the tests rather than at its first use, as some tests have short deadlines."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from messenger.wire import checksums
 
 
 def load() -> None:
-    """All that a messenger needs."""
+    """Compile and load the C++ that a messenger needs."""
     checksums.prepare()
     copy_table.native()
     catalogue.native()
@@ -15,5 +15,5 @@ def load() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
-    """For the folder whose conftest.py imports it."""
+    """A fixture for the folder whose conftest.py imports it: the C++ of messengers is compiled."""
     load()

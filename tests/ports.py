@@ -1,4 +1,4 @@
-"""Ports for servers that must know theirs before they start."""
+"""Ports for servers that must know their port before they start."""
 
 import contextlib
 import random
@@ -9,7 +9,7 @@ _GIVEN_BY_KERNEL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port that nobody has, and that the kernel gives to nobody who asks for any."""
+    """Return a free port that the kernel gives to no process that asks for any port."""
     first_given = int(_GIVEN_BY_KERNEL.read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(first_given // 2, first_given)

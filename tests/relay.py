@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Relay:
-    """Clients connect to `port`. While `swallows`, what the server says is lost."""
+    """A relay, to whose `port` clients connect. While `swallows` is set, the server's data are lost."""
 
     def __init__(self, server_port: int) -> None:
         self.swallows = False
@@ -48,7 +48,7 @@ class Relay:
 
 @contextlib.contextmanager
 def relay_to(port: int) -> Iterator[Relay]:
-    """A running one."""
+    """Make a context with a running relay to the server at `port`."""
     relay = Relay(port)
     try:
         yield relay

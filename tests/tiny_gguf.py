@@ -12,7 +12,8 @@ Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
 def tiny_tensors(num_layers: int = 2) -> Tensors:
-    """Random float32 tensors under GGUF's names, as llama.cpp would store them; tied embeddings."""
+    """Return random float32 tensors under GGUF's names, as llama.cpp would store them, with tied
+    embeddings."""
     random = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (VOCAB, HIDDEN),
@@ -40,7 +41,8 @@ def write_tiny_gguf(
     encoding: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     **metadata: Any,
 ) -> Path:
-    """A model file of 2 layers. `metadata` adds or replaces keys (None: removes), `__` stands for `.`.
+    """Write a model file of 2 layers, and return `path`. `metadata` adds or replaces keys (None: removes);
+    `__` stands for `.`.
 
     Matrices are written in `encoding`, for which the writer must have a quantiser.
     """

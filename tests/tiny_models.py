@@ -69,7 +69,8 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def random_model(class_name: str, config: dict[str, Any]) -> transformers.PreTrainedModel:
-    """A float32 model of transformers' config class of this name, always with the same weights."""
+    """Return a float32 model of the config class of transformers with this name, always with the same
+    weights."""
     sizes = {key: value for key, value in config.items() if (key, value) != ("head_dim", None)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -88,9 +89,11 @@ def random_model(class_name: str, config: dict[str, Any]) -> transformers.PreTra
 def tiny_model(
     family: str, directory: Path | None = None, **changes: float | None
 ) -> transformers.PreTrainedModel:
-    """A model of `family` (one of FAMILIES), always with the same weights; `changes` are to its config.json.
+    """Return a model of `family` (one of FAMILIES), always with the same weights. `changes` are made to its
+    config.json.
 
-    Writes it, with safetensors, as a Hugging Face directory where one is given (no tokenizer).
+    With `directory` the model is written there too, in Hugging Face's form, with safetensors and without
+    tokenizer.
     """
     class_name, differences = _FAMILIES[family]
     model = random_model(class_name, {**_SIZES, **differences, **changes})

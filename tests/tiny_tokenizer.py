@@ -30,7 +30,7 @@ _CORPUS = (
 
 
 def tiny_backend() -> Tokenizer:
-    """The tokenizer itself, without template."""
+    """Return the tokenizer itself, without template."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def tiny_backend() -> Tokenizer:
 
 
 def write_tiny_tokenizer(directory: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """Save it into `directory` in Hugging Face's form, beside whatever is there."""
+    """Save the tokenizer into `directory` in Hugging Face's form, beside the files that are there."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(

