@@ -2,7 +2,8 @@
 
 Wrappers launch on the device of their tensors, on its current stream.
 
-With TRITON_INTERPRET=1, set before they are imported, they run on CPU tensors: slowly, and without a GPU.
+With TRITON_INTERPRET=1, set before the modules are imported, kernels run on CPU tensors: slowly, and without
+a GPU.
 """
 
 from functools import cache

@@ -47,7 +47,7 @@ class LeaseLostError(MooncakeError):
 
 
 class _OldLoginError(MooncakeError):
-    """etcd does not know the login token, or not any more."""
+    """etcd does not know the login token, or has forgotten it."""
 
 
 class _ExistsError(MooncakeError):

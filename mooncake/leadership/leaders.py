@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Reach:
-    """The knowledge whether etcd answers. A change is logged once."""
+    """The record of whether etcd answers. Each change is logged once."""
 
     def __init__(self) -> None:
         self.is_given = True

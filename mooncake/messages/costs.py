@@ -23,7 +23,7 @@ TBT_SHARE = 0.1
 """The share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
 
 _WAIT_DEVIATIONS = 2.0
-"""Standard deviations by which a wait for a slot is predicted longer than its mean."""
+"""Standard deviations that are added to the mean in the prediction of a wait for a slot."""
 _HUBER_DEVIATIONS = 1.345
 """Standard deviations up to which an error counts by its square.
 

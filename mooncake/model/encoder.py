@@ -161,7 +161,7 @@ def _characters() -> Iterator[str]:
 
 
 def _mixed(backend: Backend) -> Iterator[str]:
-    """Yield pieces and added tokens beside others, and the vocabulary's tokens."""
+    """Yield texts in which each piece or added token stands beside others, and texts of random tokens."""
     added = list(backend.get_added_tokens_decoder().values())
     pieces = [*_PIECES, *(token.content for token in added)]
     for piece in pieces:

@@ -24,7 +24,7 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 """Seconds of the first and of the longest pause before a process is restarted."""
 NUM_LAST_LINES = 20
-"""Lines of a failed process's output that are shown."""
+"""The number of lines that are shown of a failed process's output, the last ones."""
 LONGEST_LINE_BYTES = 1 << 14
 
 _status_decoder = msgspec.json.Decoder(Status)

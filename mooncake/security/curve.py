@@ -180,7 +180,7 @@ class Gate:
         return self._num_unauthenticated_ended() - self._num_ended >= CROWD_LEN
 
     def _give_memory_back(self) -> None:
-        """Return the memory of a burst of connections to the system, as it is freed but still this
+        """Return to the system the memory of a burst of connections, which is freed but still this
         process's."""
         self._num_ended = self._num_unauthenticated_ended()
         freed_memory.release_freed_memory()

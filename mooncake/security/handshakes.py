@@ -87,8 +87,8 @@ class Unauthenticated:
     """A limit on TCP connections to one bound socket whose peers have not shown the key.
 
     libzmq takes as many connections as there are descriptors. Each accepted connection gets a second
-    descriptor here. When libzmq has closed its own, and the number means something else, the second one still
-    means this connection, and nothing else is shut down.
+    descriptor here. When libzmq has closed its own descriptor, that number may stand for something else; the
+    second descriptor still stands for the connection, so nothing else is shut down.
     """
 
     def __init__(self) -> None:
