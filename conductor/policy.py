@@ -16,8 +16,9 @@ from conductor.effects import Effect, ToConductor
 from conductor.elasticity.control import Elasticity
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
-from conductor.membership.joining import Membership
+from conductor.membership.joining import Joining
 from conductor.membership.leaving import Leaving
+from conductor.membership.losses import Losses
 from conductor.membership.modules import Modules
 from conductor.membership.operators import Operators
 from conductor.membership.roles import Roles
@@ -112,13 +113,15 @@ class Conductor:
             self._requests, emptier, self.evacuation, self.roles, self._fronts, self._modules
         )
         self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations, self._modules)
-        self._membership = Membership(
+        self._losses = Losses(self._requests, self._reports, self._resumption, self.roles, self._fronts)
+        self._joining = Joining(
             fingerprint,
             profiled_device,
             self._fronts,
             self._requests,
             self._placer,
             self._reports,
+            self._losses,
             self._resumption,
             self.roles,
         )
@@ -195,9 +198,9 @@ class Conductor:
             case DropContext(context_id):
                 return self.contexts.drop(context_id)
             case Register():
-                return self._membership.register(sender, message, now_s)
+                return self._joining.register(sender, message, now_s)
             case Returning():
-                return self._membership.returning(sender, message, now_s)
+                return self._joining.returning(sender, message, now_s)
             case _:
                 return self._on_worker(sender, message, now_s)
 
@@ -213,7 +216,7 @@ class Conductor:
             effects += self._drop_front(front, now_s)
         self.instances.forget_lost(now_s)
         self._requests.suspicion.forget(now_s - self.limits.return_grace_s)
-        effects += self._membership.drop(self.instances.silent_since(deadline_s), "stopped answering", now_s)
+        effects += self._losses.drop(self.instances.silent_since(deadline_s), "stopped answering", now_s)
         effects += self._reports.end_late_migrations(now_s)
         effects += self._resumption.tick(now_s)
         effects += self._placer.retry_waiting(now_s)
@@ -240,7 +243,7 @@ class Conductor:
         if peer in self._fronts:
             effects = self._drop_front(peer, now_s)
         elif (instance := self.instances.by_identity(peer)) is not None:
-            effects = self._membership.drop([instance], "is not connected", now_s)
+            effects = self._losses.drop([instance], "is not connected", now_s)
         else:
             return []
         return effects + self._settle(now_s) + self._placer.retry_queued(now_s)
@@ -265,8 +268,8 @@ class Conductor:
         reason = self._reason_to_reject(tracked, submit.claim, now_s)
         if reason is not None:
             return [self._placer.tell_rejected(sender, tracked.request_id, *reason)]
-        rejected = self._reject_running(tracked, now_s)
-        if rejected is None:
+        making_room = self._room_for(tracked, now_s)
+        if making_room is None:
             self.elasticity.submitted(tracked, now_s)
             message = f"{self.num_open} requests are running, the limit is {self.limits.max_running_requests}"
             return [self._placer.tell_rejected(sender, tracked.request_id, Reason.TOO_MANY, message)]
@@ -276,17 +279,17 @@ class Conductor:
             self.quotas.charge(submit.request.tenant, submit.claim.num_tokens, now_s)
         if self.replication is not None:
             self.replication.note(submit.request.block_keys)
-        effects = rejected + self._placer.submit(tracked, now_s)
+        effects = making_room + self._placer.submit(tracked, now_s)
         self.elasticity.submitted(tracked, now_s)
         return effects
 
-    def _reject_running(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
-        """Reject a running request for a new one if no more may run.
+    def _room_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
+        """Return the effects that make room for a new request; None if there is none and the new request must
+        be rejected.
 
-        Returns None if the new one must be rejected.
-
-        A tenant within its equal part is accepted even if no request yields: those that have begun end. So
-        at most `max_running_requests` times 1 + 1/2 + 1/3 ..., a term for each tenant, are running.
+        If `max_running_requests` are running, one of them is rejected for the new request. If none yields,
+        the request of a tenant within its equal part is accepted all the same: requests that have begun end.
+        So at most `max_running_requests` times 1 + 1/2 + 1/3 ..., a term for each tenant, are running.
         """
         if self.num_open < self.limits.max_running_requests:
             return []
@@ -362,7 +365,7 @@ class Conductor:
             ack = Effect(sender, HeartbeatAck(instance is not None, self._requests.epoch))
             return [ack] if instance is None else [ack, *self._on_heartbeat(instance, message, now_s)]
         if isinstance(message, Leave):
-            return self._membership.drop([instance], "has left", now_s) if instance else []
+            return self._losses.drop([instance], "has left", now_s) if instance else []
         if instance is None or isinstance(message, Register | Returning):
             return []  # an earlier life; its next heartbeat is told so
         instance.last_seen_s = now_s

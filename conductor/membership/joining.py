@@ -1,11 +1,12 @@
-"""Instances that join and are lost, and the effects on their requests.
+"""Instances that join the cluster: their registration, and what follows from it.
 
-Owns: an instance's way into the cluster, and its end. Does not know: sockets, how a request is placed, how an
-instance drains (`conductor.membership.leaving`).
+Owns: an instance's way into the cluster. Does not know: sockets, how a request is placed, how an instance
+leaves (`conductor.membership.leaving`) or is lost (`conductor.membership.losses`).
 """
 
 from conductor.effects import Effect
 from conductor.fronts import Fronts, why_unfit
+from conductor.membership.losses import Losses
 from conductor.membership.roles import Roles
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
@@ -13,20 +14,22 @@ from conductor.requests.resumption import Resumption
 from conductor.requests.worker_reports import WorkerReports
 from conductor.view.instances import Instance
 from mooncake.config.profile import why_other_device
-from mooncake.messages.workers import (
-    InstanceState,
-    Register,
-    Registered,
-    RegisterRefused,
-    Returning,
-    ReturnNoted,
-)
+from mooncake.messages.workers import Register, Registered, RegisterRefused, Returning, ReturnNoted
 
 
-class Membership:
-    """The membership of instances in the registry's cluster.
+class Joining:
+    """The component that registers instances, or refuses them.
 
-    All of them have the model with this fingerprint, and compute on `profiled_device` unless it is None.
+    Args:
+        fingerprint: The model's fingerprint, which each instance must have.
+        profiled_device: The device on which each instance must compute; None for any.
+        fronts: The fronts, which are told of new instances.
+        requests: The registry.
+        placer: The component that places waiting requests on a new instance.
+        reports: The handlers of workers' reports.
+        losses: The component that removes the previous life of an instance.
+        resumption: The component that matches requests of an earlier Conductor.
+        roles: The roles that instances were given.
     """
 
     def __init__(
@@ -37,15 +40,14 @@ class Membership:
         requests: Requests,
         placer: Placer,
         reports: WorkerReports,
+        losses: Losses,
         resumption: Resumption,
         roles: Roles,
     ) -> None:
         self._fingerprint, self._profiled_device, self._fronts = fingerprint, profiled_device, fronts
         self._requests, self._placer, self._reports, self._roles = requests, placer, reports, roles
-        self._resumption = resumption
+        self._losses, self._resumption = losses, resumption
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
-
-    # -- coming -------------------------------------------------------------------------------------
 
     def register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
         """Register an instance, or refuse it. Returns the answer and what follows from it."""
@@ -59,7 +61,8 @@ class Membership:
         if unfit is not None:
             return [Effect(sender, RegisterRefused(unfit))]
         if register.epoch == self._requests.epoch or _is_repeated_over_another(earlier, sender, register):
-            effects = self.drop([earlier] if earlier is not None else [], "has lost its connection", now_s)
+            gone = [earlier] if earlier is not None else []
+            effects = self._losses.drop(gone, "has lost its connection", now_s)
             refusal = "its connection to the conductor broke, which may have swallowed orders"
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
         instance = Instance(register, sender, last_seen_s=now_s)
@@ -68,7 +71,7 @@ class Membership:
             earlier.last_seen_s = now_s
             # It had not received the first answer yet.
             return [Effect(sender, registered), *self._roles.ordered_again(earlier, register)]
-        effects = self.drop([earlier] if earlier is not None else [], "has restarted", now_s)
+        effects = self._losses.drop([earlier] if earlier is not None else [], "has restarted", now_s)
         ordered = self._roles.registered(instance)
         try:
             self._view.add(instance, now_s)
@@ -85,27 +88,14 @@ class Membership:
         return effects + self._fronts.tell()
 
     def returning(self, sender: bytes, message: Returning, now_s: float) -> list[Effect]:
-        """Record that the next life of an instance is about to register, and drop the one before."""
+        """Record that the next life of an instance is about to register, and drop the previous life."""
         effects = [Effect(sender, ReturnNoted())]
         instance = self._instances.get(message.instance)
         if instance is not None and instance.registration.incarnation < message.incarnation:
-            effects += self.drop([instance], "has died", now_s)
+            effects += self._losses.drop([instance], "has died", now_s)
         self._instances.expect(message.instance, now_s + self._limits.placement_timeout_s)
         effects += self._reports.on_returning(message.instance, message.failed_in, now_s)
         return effects + self._placer.retry_waiting(now_s)
-
-    # -- going --------------------------------------------------------------------------------------
-
-    def drop(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
-        """Remove instances, all at once, so that no request is placed on an instance that is removed next."""
-        for instance in lost:
-            if instance.state is InstanceState.SWITCHING:
-                self._roles.count_given_up()
-            self._instances.remove(instance.name, now_s + self._limits.return_grace_s)
-            self._view.remove(instance)
-        self._resumption.lose(lost)
-        effects = self._fronts.tell() if lost else []
-        return effects + self._reports.lose(lost, reason, now_s)
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:

@@ -1,0 +1,47 @@
+"""Instances that are lost: they leave the registry and the view, and their requests go on elsewhere.
+
+Owns: what the loss of an instance takes along. Does not know: how a loss is noticed, how a request is placed.
+"""
+
+from conductor.effects import Effect
+from conductor.fronts import Fronts
+from conductor.membership.roles import Roles
+from conductor.requests.registry import Requests
+from conductor.requests.resumption import Resumption
+from conductor.requests.worker_reports import WorkerReports
+from conductor.view.instances import Instance
+from mooncake.messages.workers import InstanceState
+
+
+class Losses:
+    """The component that removes lost instances from the registry's cluster."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        reports: WorkerReports,
+        resumption: Resumption,
+        roles: Roles,
+        fronts: Fronts,
+    ) -> None:
+        self._reports, self._resumption, self._roles, self._fronts = reports, resumption, roles, fronts
+        self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
+
+    def drop(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
+        """Remove lost instances and place their requests again. Returns the messages that follow.
+
+        All are removed before the first request is placed, so that none is placed on a lost instance.
+
+        Args:
+            lost: The instances.
+            reason: The text behind an instance's name in the errors of its requests.
+            now_s: The time.
+        """
+        for instance in lost:
+            if instance.state is InstanceState.SWITCHING:
+                self._roles.count_given_up()
+            self._instances.remove(instance.name, now_s + self._limits.return_grace_s)
+            self._view.remove(instance)
+        self._resumption.lose(lost)
+        effects = self._fronts.tell() if lost else []
+        return effects + self._reports.lose(lost, reason, now_s)
