@@ -23,19 +23,24 @@ from mooncake.messages.requests import Ref, Request
 
 
 class RequestState(Enum):
-    """The states of a request. The last five are ends."""
+    """The states of a request. The last five are ends.
+
+    A request is REFUSED if its instance does not serve a thing that it asks for. A decode instance that
+    refuses a request in the double check of the TBT SLO (`DecodeRefused`) does not end it: the instance is
+    added to `TrackedRequest.refused_by`.
+    """
 
     RESUMING = auto()  # an earlier Conductor had it, and its instances may tell that they still do
     WAITING = auto()  # no pair has room for it, or none is registered
     QUEUED = auto()  # in the admission queue, for load to fall
     INTERRUPTED = auto()  # its front was asked how far its output has come
     RESERVING = auto()  # the decode instance was asked for pages
-    PREFILLING = auto()  # the prefill instance computes, KVCache goes to the decode instance
-    DECODING = auto()  # tokens leave
+    PREFILLING = auto()  # the prefill instance computes the prompt, or the decode instance if it inlines it
+    DECODING = auto()  # prefill has ended; the decode instance owns the request
     FINISHED = auto()
     ABORTED = auto()  # its client or front does not want it any more
     REJECTED = auto()  # rejected before its client has got anything
-    REFUSED = auto()  # its instance does not serve what it asks for
+    REFUSED = auto()  # its instance does not serve a thing that it asks for
     FAILED = auto()
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
@@ -66,14 +71,17 @@ class TrackedRequest:
 
     Only `conductor.requests.registry` makes it, and changes its state and its assignment.
 
-    Three fields forbid what a new request has to bear (`may_be_rejected`, `may_be_refused`):
+    Three fields protect a request from being rejected, preempted or refused (`may_be_rejected`,
+    `may_be_refused`):
 
-        set                 may a prediction reject it,     may an instance     is it a rejection
-                            or another one preempt it?      refuse it?          if it is given up?
-        nothing             yes                             yes                 yes
-        `refused_by`        only if it would be late        yes                 yes
-        `is_promised`       no                              no                  yes
-        `may_have_begun`    no                              no                  no: a failure
+        field set           may a prediction    may another one     may an instance     if it is given up
+                            reject it?          preempt it?         refuse it?          it is
+        none                yes                 yes                 yes                 rejected
+        `refused_by`        only if it is late  no                  yes                 rejected
+        `is_promised`       no                  no                  no                  rejected
+        `may_have_begun`    no                  no                  no                  failed
+
+    Late: the first token would miss the TTFT SLO.
     """
 
     request: Request
@@ -87,13 +95,17 @@ class TrackedRequest:
     assignment: Assignment | None = None
     """The pair, and the request's share of its load; None unless `state` is in `PLACED`."""
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
-    """The identities of the pair in each failed attempt, unless the loss of one explains the failure."""
+    """The pair's socket identities in each failed attempt. Attempts that failed because an instance of the
+    pair was lost are left out."""
     refused_by: set[str] = field(default_factory=set)
-    """The decode instances that have refused the request since it last failed."""
+    """The decode instances that have refused the request since it last failed or joined the admission queue
+    again."""
     is_promised: bool = False
-    """Whether an attempt has failed or an instance drains, so that no prediction may reject the request."""
+    """Whether no prediction may reject the request, as an attempt has failed, its instance has drained, or an
+    earlier Conductor had accepted it."""
     may_have_begun: bool = False
-    """Whether tokens of its output may have left, so that no instance may refuse it any more."""
+    """Whether output tokens may have left, so that later attempts may not be refused. If the instance of the
+    present attempt refuses it, before its first token, the field is reset."""
     last_failure: str = ""
     num_attempts: int = 0
     """The number of attempts so far, those at destinations of migrations included."""
@@ -135,8 +147,11 @@ class TrackedRequest:
 
     @property
     def may_be_rejected(self) -> bool:
-        """Whether a prediction may reject the request, or another one preempt it: no instance has refused
-        it."""
+        """Whether any prediction may reject the request, and another request may preempt it.
+
+        Not after an instance has refused it: from then on it is rejected only if its first token would be
+        late.
+        """
         return self.may_be_refused and not self.refused_by
 
     @property

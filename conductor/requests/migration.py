@@ -7,8 +7,9 @@
     every step ──> (ended without a move)
 
 The request is in `RequestState.DECODING` all the time, and has its source's attempt and pair until it has
-moved. Before HANDING_OVER whatever goes wrong ends the migration only: the source just goes on. From then on
-the source may have stopped, so the migration is `STRANDED` until the source has said so.
+moved. Before HANDING_OVER whatever goes wrong ends the migration only: the source just goes on. From
+HANDING_OVER on the source may have stopped decoding. If the destination fails then, the migration is STRANDED
+until the source has answered.
 """
 
 from dataclasses import dataclass
@@ -44,11 +45,11 @@ MAX_ROUNDS = 3
 def step_behind_copies(
     num_lacking: int, num_rounds: int, block_size: int, *, has_waited: bool
 ) -> MigrationStep:
-    """Return the step that follows copies at the source, before the last round has ended.
+    """Return the step that follows when the source has stored the request's full blocks.
 
-    A destination computes the tokens behind the last full block again, while the stream and those beside it
-    wait. If these are more than half a block, the source is asked once to copy again when that block is full:
-    until then it draws at most half a block of tokens, without a pause.
+    The destination computes the tokens behind the last full block again, while all streams of its batch wait.
+    If these tokens are more than half a block, the source is asked to copy again when their block is full. It
+    is asked once in a migration, and draws at most half a block of tokens until then, without a pause.
 
     Args:
         num_lacking: Tokens whose KVCache the destination has not loaded, the newest included.
@@ -92,7 +93,7 @@ class Migration:
     num_loaded_tokens: int = 0
     """Tokens whose KVCache the destination has loaded."""
     outcome: MigrationOutcome | None = None
-    """The outcome, once it is known: at the end of the migration, or before."""
+    """The outcome, set when it is known, at the latest when the migration ends."""
 
     @property
     def has_ordered_hand_over(self) -> bool:

@@ -194,10 +194,10 @@ class Migrations:
         return [Effect(migration.destination.instance.identity, prepare)]
 
     def on_prepared(self, tracked: TrackedRequest, prepared: Prepared, now_s: float) -> list[Effect]:
-        """Order another round of copies, or after the last one the source to hand over.
+        """Order the source to copy another round, or after the last round to hand over.
 
-        A request stays if its blocks have found no room in the pools on the way: computing them again would
-        pause its stream.
+        The migration ends if blocks found no room in the pools on the way: the destination would compute them
+        again, which would pause the stream.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.PREPARING:
@@ -241,13 +241,13 @@ class Migrations:
     # -- ends ---------------------------------------------------------------------------------------
 
     def end_refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """End a migration whose destination has no room, or has failed. The request loses no attempt."""
+        """End a migration whose destination has no room, or has failed. This counts as no failed attempt."""
         assert tracked.migration is not None
         tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
         return self._give_up(tracked, MigrationOutcome.REFUSED)
 
     def lose(self, lost: list[Instance]) -> list[Effect]:
-        """End the migrations to lost instances, and return the messages that follow."""
+        """End the migrations to lost instances. Returns the orders that follow."""
         outcome = MigrationOutcome.DESTINATION_LOST
         return [effect for tracked in self._to(lost) for effect in self._give_up(tracked, outcome)]
 
@@ -262,10 +262,11 @@ class Migrations:
         ]
 
     def end_late(self, now_s: float) -> tuple[list[Effect], list[TrackedRequest]]:
-        """End the migrations that are past their deadline.
+        """End the migrations past their deadline, except those that were ordered to hand over.
 
         Returns:
-            The effects, and the requests to place again, as their sources may have stopped decoding them.
+            The effects; and the requests of the exceptions, which are to be placed again, as their sources
+            may have stopped decoding them.
         """
         effects, stopped = list[Effect](), list[TrackedRequest]()
         for tracked in list(self._requests.migrating.values()):
@@ -288,7 +289,8 @@ class Migrations:
         ]
 
     def _give_up(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """Tell the source to go on decoding; if it may have stopped already, wait for `HandedOver`."""
+        """End a migration whose source goes on decoding; if it may have stopped already, wait for
+        `HandedOver`."""
         assert tracked.migration is not None
         if tracked.migration.step is MigrationStep.STRANDED:
             return []

@@ -43,7 +43,7 @@ class Placer:
     def reject_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Reject a running request in favour of a new one, as the limit of running requests is reached.
 
-        No effects if no request yields, or if the new one would get no pair all the same.
+        Returns no effects if no request yields, or if the new one would get no pair even so.
         """
         if self._preemption.first(tracked, 0.0, now_s) is None:
             return []  # nothing yields, wherever the new one would go, which is cheaper to find
@@ -89,7 +89,11 @@ class Placer:
         self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
     ) -> list[Effect]:
         """Place a request again after the decode instance `decode` has refused it in the double check
-        (section 3). The request is rejected if all others have refused it too."""
+        (section 3).
+
+        If all decode instances have refused it, or it would be late on another one, it waits in the admission
+        queue or is rejected.
+        """
         effects = self._requests.release(tracked, RequestState.WAITING, now_s)
         tracked.refused_by.add(decode.name)
         tracked.may_have_begun = False  # its first token would have left after the check
@@ -100,13 +104,13 @@ class Placer:
         return effects
 
     def drain(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Place requests that have not begun on a draining instance on others that have room."""
+        """Move requests that have not begun from an instance that is being emptied to others with room."""
         effects = []
         here = [self._requests.by_id[request_id] for request_id in instance.requests]
-        queued = [tracked for tracked in here if self._requests.has_not_begun(tracked)]
-        for tracked in queued:
+        not_begun = [tracked for tracked in here if self._requests.has_not_begun(tracked)]
+        for tracked in not_begun:
             tracked.is_promised = True  # before the first one goes: it must not preempt the next
-        for tracked in queued:
+        for tracked in not_begun:
             placement = self._schedule(tracked, now_s)
             if placement is None or placement.decode.name in tracked.refused_by:
                 continue
@@ -139,15 +143,17 @@ class Placer:
     def _checked(
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> tuple[Placement, Rejection | None]:
-        """Return the placement that best meets the SLOs, and the SLO that it misses, if any.
+        """Return the placement that best meets the SLOs, and why it is rejected all the same, if it is.
 
-        1. A prompt that waits for blocks which others compute is placed where its first token is soonest,
-           even if the blocks are computed again there.
-        2. If that is late as well, the prompt is inlined rather than computed by a pair, or the reverse, if
-           it is in time then.
+        A placement that misses the TTFT SLO is replaced:
+
+        1. If the prompt would wait for blocks that others compute: by the placement with the soonest first
+           token, even if the blocks are computed again there.
+        2. If that misses the TTFT SLO as well: by one that inlines the prompt instead of using a pair, or the
+           reverse, provided that this one meets both SLOs.
 
         Returns:
-            The chosen placement, and why it misses an SLO; None if it does not.
+            The chosen placement, and the SLO that it misses; None if it misses none.
         """
         if not tracked.may_be_rejected:
             return placement, None
@@ -186,7 +192,7 @@ class Placer:
         return tracked.is_late(now_s + placement.prediction.ttft_s)
 
     def _wait_for_instances(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Let a request wait for which no pair has room; end it if no pair can be expected to have room."""
+        """Let a request that no pair has room for wait; end it if no pair can be expected to have room."""
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
         missing = next((stage for stage in STAGES if self._instances.lacks(stage)), None)
@@ -199,8 +205,8 @@ class Placer:
         return self._reject_if_overdue(tracked, now_s)
 
     def _reject_if_overdue(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a request for which no pair has room, once its first token is late wherever it will be
-        computed."""
+        """Reject a request that no pair has room for, once it has waited for longer than its TTFT SLO
+        allows."""
         if not tracked.may_be_rejected:
             return []
         rejection = self._admission.check_wait(tracked.slos, now_s - tracked.submitted_s)
@@ -241,10 +247,10 @@ class Placer:
         return True
 
     def _place_queued(self, now_s: float, *, reject: bool = False) -> list[Effect]:
-        """Place, in order, the queued requests for which there is room; `reject` those without slack.
+        """Place the queued requests in order, as far as there is room.
 
-        A request for which there is no room holds up the requests with the same TBT SLO and no shorter a
-        prompt, as they need no less.
+        A request without room holds up the later ones that need no less: those with the same TBT SLO and a
+        prompt at least as long. `reject`: reject requests that are held up and have no slack left.
         """
         if not self._requests.admission_queue:
             return []
@@ -272,7 +278,7 @@ class Placer:
         return []
 
     def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject the last request in order that may be rejected, if the queue is too long."""
+        """If the admission queue is too long, reject the last of its requests that may be rejected."""
         most, queue = self._limits.max_waiting, self._requests.admission_queue
         if len(queue) <= most:
             return []
@@ -304,7 +310,7 @@ class Placer:
         return effects + self._place_all(others, now_s)
 
     def _preempt_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
-        """Place lower-class requests again that would be late now, as this request goes before them."""
+        """Place the lower-class requests again that are late now, as this request goes before them."""
         if not self._requests.view.loads.has_several_priorities:
             return []
         late = []

@@ -1,9 +1,9 @@
 """The choice of requests that yield to others: of a lower class, or of a tenant with too much work.
 
-A request that would be rejected may preempt others that have not begun. Those of a higher priority number go
-first. Among equals they are taken from the tenant with the most work, as long as that tenant keeps no less
-work than the preempting request's tenant: a step towards max-min fairness, whatever a single tenant sends.
-The latest request of a tenant yields first.
+A request that would be rejected may preempt others that have not begun. Requests of the highest priority
+number yield first. Of equal priority, requests of the tenant with the most work yield, as long as this tenant
+keeps no less work than the preempting request's tenant: a step towards max-min fairness, whatever a single
+tenant sends. The latest request of a tenant yields first.
 
 Owns: the order. Does not know: how many are enough, what becomes of the preempted.
 """
@@ -35,16 +35,16 @@ class Contender(NamedTuple):
 
 
 def preemptible(
-    contender: Contender, queued: Iterable[Contender], shares_s: Mapping[str, float]
+    contender: Contender, not_begun: Iterable[Contender], shares_s: Mapping[str, float]
 ) -> Iterator[Contender]:
     """Yield the requests that may be preempted for `contender`, in the order of preemption.
 
     Args:
         contender: The request that needs room.
-        queued: The requests that may be preempted, oldest first.
+        not_begun: The requests that may be preempted, oldest first.
         shares_s: The work of each tenant in seconds, without that of `contender`.
     """
-    left = sorted(queued, key=lambda other: other.level)[::-1]
+    left = sorted(not_begun, key=lambda other: other.level)[::-1]
     shares_s = defaultdict(float, shares_s)
     while possible := [other for other in left if _yields(other, contender, shares_s)]:
         lowest = [other for other in possible if other.level == possible[0].level]
@@ -63,7 +63,7 @@ def _yields(other: Contender, contender: Contender, shares_s: Mapping[str, float
 
 
 class Preemption:
-    """The choice of requests to preempt, among all accepted ones."""
+    """The choice of requests to preempt, among all accepted requests."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -75,7 +75,8 @@ class Preemption:
     def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
         """Return the placed request that yields first to this new one; None if none does.
 
-        `device_s`: predicted seconds of the new one's prefill; 0 finds any that could yield.
+        `device_s`: predicted seconds of the new request's prefill. With 0, None means that none would yield
+        to it, however short it is.
         """
         victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
         return None if victim is None else victim.tracked
@@ -95,11 +96,11 @@ class Preemption:
             tracked: The request that needs room.
             placement: The pair that it would get.
             now_s: The time.
-            is_enough: Whether this much freed work suffices.
-            elsewhere_too: Whether requests on other prefill instances help.
+            is_enough: A function that returns whether this much freed work suffices.
+            elsewhere_too: Whether requests on other prefill instances may be preempted, too.
 
         Returns:
-            The requests; none if all together would not be enough.
+            The requests, in the order of preemption; empty if all of them would not be enough.
         """
         here = placement.prefill.name
         others = [other for other in self._requests.by_id.values() if elsewhere_too or other.prefill == here]
@@ -129,13 +130,14 @@ class Preemption:
         self, tracked: TrackedRequest, device_s: float, now_s: float, others: Iterable[TrackedRequest]
     ) -> Iterator[Contender]:
         tenant, level = tracked.request.tenant, _level(tracked, now_s)
-        queued = [
+        not_begun = [
             Contender(other, _level(other, now_s), other.placed.device_s)
             for other in others
             # Most are of the tenant itself when it sends more than may run: these are sorted out cheaply.
             if (other.request.tenant != tenant or _level(other, now_s) != level) and self.may_yield(other)
         ]
-        return preemptible(Contender(tracked, level, device_s), queued, self._shares_s() if queued else {})
+        shares_s = self._shares_s() if not_begun else {}
+        return preemptible(Contender(tracked, level, device_s), not_begun, shares_s)
 
     def _shares_s(self) -> Mapping[str, float]:
         """Return the predicted seconds of each tenant's placed requests."""

@@ -31,10 +31,10 @@ class Requests:
 
     - It is in `by_id` from `accept` to its end.
     - It has an assignment exactly if its state is in `PLACED`. Then both instances of its pair have it among
-      their `requests`, the prefill instance until its prefill has ended.
+      their `requests`; the prefill instance only until prefill has ended.
     - It is in `admission_queue` exactly if its state is QUEUED.
-    - It is in `migrating` exactly if it has a migration. Then its state is DECODING, and the destination, if
-      that is still wanted, has it among its `requests`, too.
+    - It is in `migrating` exactly if it has a migration. Then its state is DECODING, and the destination has
+      it among its `requests`, too, unless the migration is STRANDED.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Requests:
         """Accepted requests by tenant and front."""
         self.quotas = Quotas()
         self._num_migrations: Counter[bytes] = Counter()
-        """Migrations by instance, source and destination. A destination that was given up does not count."""
+        """The number of migrations in progress from and to each instance; a destination that was given up
+        does not count its own."""
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -108,13 +109,15 @@ class Requests:
     # -- a request's steps --------------------------------------------------------------------------
 
     def new(self, front: bytes, request: Request, now_s: float) -> TrackedRequest:
-        """Return a new tracked request, as a front has submitted it. The request is not accepted yet."""
+        """Return a tracked request for a front's submission. The request is not accepted yet."""
         ref = Ref(self.epoch, request.request_id, 0)
         return TrackedRequest(request, front, self.limits.slos_of(request), ref, now_s, now_s)
 
     def resumed(self, front: bytes, request: Request, waited_s: float, now_s: float) -> TrackedRequest:
-        """Return a tracked request that an earlier Conductor had accepted `waited_s` seconds ago, as its
-        front reports."""
+        """Return a tracked request for a front's report that an earlier Conductor had accepted the request.
+
+        `waited_s`: the seconds since its submission.
+        """
         tracked = self.new(front, request, now_s)
         tracked.submitted_s = now_s - waited_s
         tracked.is_promised, tracked.may_have_begun = True, request.num_output_tokens > 0
@@ -167,7 +170,8 @@ class Requests:
     ) -> None:
         """Continue a request at the pair that has it from an earlier Conductor, as the attempt `ref`.
 
-        `state` is PREFILLING or DECODING. `prefill` is `decode` if that computes the prompt, or decodes.
+        `state` is PREFILLING or DECODING. `prefill` is `decode` if the decode instance computes the prompt
+        itself, or decodes the request already.
         """
         tracked.ref, tracked.num_attempts = ref, ref.attempt
         tracked.may_have_begun |= prefill is decode
@@ -185,9 +189,9 @@ class Requests:
         tracked.move_to(state)
 
     def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> list[Effect]:
-        """Return the order to prefill, now that the decode instance has granted pages.
+        """Record that the decode instance has granted pages, and return the order to prefill.
 
-        An instance that inlines the prompt needs no order.
+        There is none for an inlined prompt, whose instance begins by itself.
         """
         tracked.move_to(RequestState.PREFILLING)
         placement, time_left_s = tracked.placed.placement, tracked.time_left_s(now_s)
@@ -204,7 +208,10 @@ class Requests:
         return [Effect(placement.prefill.identity, order)]
 
     def begin_decode(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
-        """Return the order to decode, now that prefill has ended; none if the instance goes on by itself."""
+        """Record that prefill has ended, and return the order to decode.
+
+        There is none for an inlined prompt, whose instance goes on by itself.
+        """
         tracked.move_to(RequestState.DECODING)
         tracked.may_have_begun = True
         self._assignments.end_prefill(tracked.placed, now_s, prefilled.num_cached_tokens)
@@ -222,9 +229,9 @@ class Requests:
         return [Effect(placement.decode.identity, order)]
 
     def release(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
-        """Take the request off its instances for another attempt. Returns the orders to stop.
+        """Make the request wait for another attempt, and take it off its instances, if it has any.
 
-        `state` is WAITING or INTERRUPTED.
+        Returns the orders to stop. `state` is WAITING or INTERRUPTED.
         """
         effects = self.end_migration(tracked, MigrationOutcome.SOURCE_FAILED)
         effects += self._leave_pair(tracked, now_s)
@@ -303,7 +310,7 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def move(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Record that the destination of a migration decodes the request from now on, and return its orders.
+        """Record that the destination of a migration decodes the request from now on, and return the order.
 
         Args:
             tracked: The request, which the source has handed over.
@@ -393,6 +400,7 @@ class Requests:
 
 
 def _num_held_blocks(request: Request, grant: Grant) -> int:
-    """Return the prompt's leading blocks for which the decode instance granted no page, as it holds them."""
+    """Return the number of the prompt's leading blocks that the decode instance holds: its grant has no pages
+    for them."""
     missing = [page.block_index for page in grant.pages]
     return min([*missing, len(request.block_keys)])

@@ -1,13 +1,13 @@
-"""Requests of an earlier Conductor. Fronts report them, and instances report those with which they have gone
-on.
+"""Requests of an earlier Conductor, which fronts report, and instances that have kept them.
 
-    a front and its instances know it    it goes on there (RESUMING ──> PREFILLING, DECODING)
-    only a front knows it                it is placed again, behind the output that the front has
-    only instances know it               it is ended there
+    a front and the instances of a pair     the request goes on there (RESUMING ──> PREFILLING, DECODING)
+      report the request
+    only a front reports it                 it is placed again, behind the output that the front has
+    only instances report it                it is ended there
 
-Instances tell with their registration. A request of which no instance has told is placed again as soon as all
-that the earlier Conductor had are back, or after `Limits.peer_timeout_s`, by when a peer that lives has been
-heard. Then requests end of which no front has told.
+Instances report with their registration. A request that no instance has reported is placed again as soon as
+all instances that the earlier Conductor had are back, or after `Limits.peer_timeout_s`: by then each living
+peer has reported. After that time the requests that no front has reported are ended.
 
 Owns: reports that do not match yet. Does not know: messages of fronts, how a request is placed.
 """
@@ -28,7 +28,7 @@ from mooncake.messages.workers import Abort
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt that is not reported completely: by its front, or by each of its instances."""
+    """An attempt for which a report is missing: of its front, or of one of its instances."""
 
     holders: dict[HeldStep, Instance] = field(default_factory=dict)
     reports: list[tuple[Instance, FromWork]] = field(default_factory=list)
@@ -94,9 +94,9 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def keeps(self, instance: Instance, message: FromWork) -> bool:
-        """Keep a message of an instance about an attempt that is not reported completely.
+        """Keep a message of an instance if a report about its attempt is still missing.
 
-        Returns whether it was kept.
+        Returns whether the message was kept, to be handled later.
         """
         attempt = self._attempts.get(message.ref.request_id, {}).get(message.ref)
         if attempt is None:
@@ -115,7 +115,7 @@ class Resumption:
     # -- what follows -------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """End the wait for reports when all instances are back or the deadline has passed."""
+        """End the wait for reports at the deadline."""
         if self._until_s is None or self._is_over or now_s < self._until_s:
             return []
         self._is_over = True
@@ -123,8 +123,7 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Continue a request at the pair that has its latest attempt, if an attempt is completely
-        reported."""
+        """Continue a request at its pair, if an attempt is completely reported: the latest such attempt."""
         if tracked.state is not RequestState.RESUMING:
             return self._abandon(tracked.request_id)
         attempts = self._attempts.get(tracked.request_id, {})
@@ -142,7 +141,7 @@ class Resumption:
         return effects
 
     def _abandon(self, request_id: str) -> list[Effect]:
-        """Return the orders that stop the incompletely reported attempts of a request."""
+        """Forget the attempts of a request that wait for reports, and return the orders that stop them."""
         return [
             Effect(instance.identity, Abort(ref))
             for ref, attempt in self._attempts.pop(request_id, {}).items()
@@ -157,11 +156,10 @@ class Resumption:
         effects: list[Effect] = []
         for tracked in [of for of in self._requests.by_id.values() if of.state is RequestState.RESUMING]:
             effects += self._abandon(tracked.request_id)
-            tracked.waiting_since_s = now_s
             if tracked.may_have_begun:  # more of its output may have come since its front has told
-                tracked.move_to(RequestState.INTERRUPTED)
+                effects += self._requests.release(tracked, RequestState.INTERRUPTED, now_s)
                 effects.append(Effect(tracked.front, Interrupted(tracked.request_id)))
             else:
-                tracked.move_to(RequestState.WAITING)
+                effects += self._requests.release(tracked, RequestState.WAITING, now_s)
                 effects += self._placer.place(tracked, now_s)
         return effects

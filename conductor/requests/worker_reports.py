@@ -48,8 +48,7 @@ class WorkerReports:
         return effects + self.resubmit(tracked, request, now_s)
 
     def ask_again(self) -> list[Effect]:
-        """Return the questions to fronts of interrupted requests that have not reported how far the output
-        has come."""
+        """Return the questions how far the output has come, to the fronts of interrupted requests."""
         return [
             Effect(tracked.front, Interrupted(tracked.request_id))
             for tracked in self._requests.by_id.values()
