@@ -30,7 +30,7 @@ class Fronts:
         self._instances, self._view = instances, view
         self._by_identity: dict[bytes, Front] = {}
         self._max_sequence_blocks = 0
-        """The longest sequence that a pair could hold when there last was an expected pair."""
+        """Blocks of the longest sequence that a pair can hold, or could when the last pair was there."""
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._by_identity

@@ -25,7 +25,10 @@ class ReplicationSettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The settings of the Conductor's decisions."""
+    """The settings of the Conductor's decisions.
+
+    Defaults are those of a bare policy; the server's are in `mooncake/config/conductor_section.py`.
+    """
 
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = DEFAULT_BALANCING_THRESHOLD
@@ -40,17 +43,16 @@ class PolicySettings:
     has_rebalancing: bool = False
     """Whether instances change their roles as the load changes."""
     moves_modules: bool = False
-    """Whether layers and KV heads move between decode instances by rule."""
+    """Whether rules move layers and KV heads between decode instances."""
     has_inlining: bool = False
     """Whether decode instances compute prompts where that adds the least waiting."""
     mixed_chunk_tokens: int = 256
-    """Prompt tokens that an instance computes in an iteration of other requests without a TBT SLO."""
+    """Most tokens of an inlined prompt in an iteration, if no request of the batch has a TBT SLO."""
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
     """The delta_L of BanaServe's Algorithm 2, a utilisation from 0 to 2; 0 chooses by queues alone."""
 
     def can(self, role: Role, stage: Role) -> bool:
-        """Return whether an instance of this role can do the part of a request in `stage`, one of
-        `STAGES`."""
+        """Return whether an instance of this role can do a stage of requests, one of `STAGES`."""
         if stage is Role.DECODE:
             return role is not Role.PREFILL
         return role is not Role.DECODE or self.has_inlining
@@ -97,7 +99,7 @@ class Limits:
     tbt_slo_s: float | None = None
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)
     max_waiting: int = 0
-    """Requests in the admission queue at most."""
+    """The most requests in the admission queue."""
     slos: SLOs = field(init=False)
     """The SLOs of requests without a class."""
 

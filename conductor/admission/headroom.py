@@ -62,8 +62,8 @@ class Headroom:
             terms: The terms of the prompt.
             prefill_s: The time of its prefill, times `factor`.
             factor: The factor by which predictions are corrected now.
-            came_s: The time at which the prompt arrived. It keeps nothing for prompts that were rejected
-                later.
+            came_s: The time at which the prompt arrived. It leaves nothing free for prompts that were
+                rejected later.
             now_s: The time.
         """
         rejected = self._rejected.get(terms)

@@ -42,7 +42,7 @@ _DEVIATIONS = 2.0
 
 
 class Freed(NamedTuple):
-    """Work of preempted requests, which their instances would be spared."""
+    """The work that instances are spared if requests are preempted."""
 
     prefill_s: float
     """Prefill seconds of preempted requests that would have gone before the preempting request's prompt."""
@@ -150,7 +150,7 @@ class Admission:
     def learn_tbt(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
-        """Record the TBT of all requests of a decode instance that its heartbeat predicts.
+        """Record the TBT that the heartbeat of a decode instance predicts for all its requests.
 
         Args:
             decode: The instance.
@@ -254,9 +254,10 @@ class Admission:
     def _tbt_then_s(
         self, known_until_s: float, freed: PromptTotals, num_tokens: int, now_s: float
     ) -> float | None:
-        """Predict the TBT in seconds at the later of the horizon and the end of the last accepted prefill.
+        """Predict the greater TBT in seconds of two moments: the horizon `known_until_s`, and the end of the
+        last accepted prefill if that is later, at most a mean decode after the horizon.
 
-        None if some instance decodes nothing then.
+        None if some instance decodes nothing at either moment.
         """
         forecast, iteration_s = self._forecast, self._next_iteration_s()
         times_s = [known_until_s]

@@ -25,9 +25,9 @@ class Emptier:
         """The registry's number of releases when instances were last emptied."""
 
     def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
-        """Stop placing requests on the instance.
+        """Stop placing requests on the instance, and return its progress. The caller calls `go_on` next.
 
-        Returns its progress, or None if its state does not allow that; the caller then calls `go_on`.
+        Returns None, and does nothing, if the instance's state does not allow it.
         """
         if not self._instances.begin_emptying(instance, state, now_s):
             return None

@@ -1,5 +1,5 @@
-"""Draining of instances: their requests and the blocks that only they hold go to other instances, and
-modules back to their owners; then they leave.
+"""Draining of instances: their requests, and blocks that only they hold, go to other instances, modules go
+back to their owners, and the instances leave.
 
     SERVING, SWITCHING ──> DRAINING ──> RETIRED, when nothing is left
                                     ──> SERVING, if the order is taken back

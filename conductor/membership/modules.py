@@ -1,4 +1,4 @@
-"""KV heads and layers of decode instances at helpers, by order (BanaServe, section 4.1).
+"""The orders that move KV heads and layers of decode instances to helpers (BanaServe, section 4.1).
 
 An instance reports the place of its modules in heartbeats, so that another Conductor knows it too.
 

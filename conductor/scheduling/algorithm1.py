@@ -3,17 +3,20 @@
 `Scheduler` has the order and names of the listing. The compiled loops (`conductor.scheduling.native`) have
 the same results to the last bit; these serve where nothing can be compiled. Where the paper leaves room:
 
-    line 4   holders include the pools of decode instances; of several the one that can send first
+    line 4   holders include the pools of decode instances; of several holders the one that can send first
+             is taken
     line 6   prefixes that placed prompts are yet to compute count for their instances, but are not fetched:
              the prompt waits for them in the queue, as T_queue is the time of the prompts before it
-    line 8   is a product, as prefix_len may be 0; at equality the instance's own prefix is used
-    line 9   includes the way of the prefix's blocks from SSD to DRAM; at least one token is computed
-    line 10  an instance that would compute a prefix which is coming elsewhere must save the time that takes
+    line 8   the ratio is written as a product, as prefix_len may be 0; at equality the instance's own prefix
+             is used
+    line 9   the time includes the way of the prefix's blocks from SSD to DRAM; at least one token is computed
+    line 10  an instance that would compute a prefix which is coming elsewhere must save as much time as that
+             takes
     line 14  a fetch must also be quicker than computing what it brings (section 6.2)
 
 The listing's pair competes with each decode instance that inlines prompts (section 5; Sarathi-Serve, OSDI
 2024): no KVCache moves there, but chunks of the prompt share iterations with the requests that are decoded.
-The choice adds the least waiting: the request's own for its first token, and that of the requests that it
+Chosen is what adds the least waiting: of the request itself, for its first token, and of the requests that it
 delays.
 
 Lines 25 to 27 are `conductor.admission.overload`, lines 28 to 30 the source in the order to prefill.
@@ -131,10 +134,10 @@ class Scheduler:
             now_s: The time.
             refused_by: Names of decode instances that have refused the request. One of them is chosen only if
                 no other one has room.
-            tbt_slo_s: The strictest TBT SLO of those that may share its batch; None without any.
-            may_compute_again: Whether only its TTFT counts: computing blocks here that are coming elsewhere
-                costs nothing then.
-            inlined: Whether the prompt is to be inlined; None if what adds less waiting is to be chosen.
+            tbt_slo_s: The strictest TBT SLO of the requests that may share its batch; None without any.
+            may_compute_again: Whether only the request's TTFT counts. Then no time is charged for computing
+                blocks that are coming elsewhere.
+            inlined: Whether the prompt is to be inlined or to get a pair; None for what adds less waiting.
 
         Returns:
             The pair with its predicted times; None if no pair has room.
@@ -376,6 +379,6 @@ class Scheduler:
 def zeroed_candidates(
     num_slots: int,
 ) -> tuple[Floats, Floats, Floats, np.ndarray[tuple[int], np.dtype[np.bool_]], Floats]:
-    """Return the arrays of `Candidates` in order, zeroed, of all fields but the last (`p`)."""
+    """Return zeroed arrays for all fields of `Candidates` but the last (`least`), in their order."""
     queue_s, rest_s, ttft_s, again_s = np.zeros((4, num_slots))
     return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_), again_s

@@ -1,7 +1,7 @@
-"""The choice of the prefill instance, by the times that a prompt would take on each: that of Algorithm 1, and
-its rivals.
+"""The choice of the prefill instance among candidates with predicted times: Algorithm 1's choice, and its
+rivals'.
 
-    kvcache_centric, cache_aware  the least TTFT (Mooncake, section 6; the second, 6.1, knows no fetches)
+    kvcache_centric, cache_aware  the least TTFT (Mooncake, sections 6 and 6.1; cache_aware fetches nothing)
     load_balancing                the fewest assigned requests (section 6.1)
     random                        any (section 6.2)
     banaserve                     the least measured utilisation (BanaServe, Algorithm 2)
@@ -42,7 +42,7 @@ class Candidates(NamedTuple):
 
 
 Choice = Callable[[Candidates, Loads], int]
-"""A function that returns the slot to choose. Its TTFT is infinite if no instance can take the prompt."""
+"""A function that returns the chosen slot: one whose TTFT is infinite if no instance can take the prompt."""
 
 
 def choice_of(settings: PolicySettings) -> Choice:
@@ -86,7 +86,7 @@ class LeastUtilised:
     """The policy of BanaServe's Algorithm 2: the least utilisation U, then the fewest requests.
 
     If even the least U is not below `threshold` (delta_L), only the number of requests counts. U is measured
-    from heartbeat to heartbeat; each prompt since the last one adds its estimated compute (line 15).
+    from heartbeat to heartbeat; each prompt since the last heartbeat adds its estimated compute (line 15).
     """
 
     def __init__(self, threshold: float) -> None:

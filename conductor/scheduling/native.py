@@ -30,9 +30,11 @@ from conductor.view.cluster_view import ClusterView
 from mooncake.native import THIS_PROCESSOR, load_or_do_without
 
 _PROMPT = struct.Struct("5qdq4d")
-"""The layout of `Prompt` in `algorithm1.cpp`: a prompt without priority, a fetch without holder, the time."""
+"""The layout of `Prompt` in `algorithm1.cpp`: the fields of `Prompt` but its priority, the fields of
+`LongestPrefix` but its holder, and the time."""
 _INLINING = struct.Struct("2qd")
-"""The layout of `Inlining`: blocks of the whole request, most tokens of a chunk, the budget."""
+"""The layout of `Inlining` in `algorithm1.cpp`: blocks of the whole request, most tokens of a chunk, the
+budget in seconds."""
 
 
 def new_scheduler(view: ClusterView, settings: PolicySettings) -> Scheduler:
