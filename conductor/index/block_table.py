@@ -23,7 +23,7 @@ from mooncake.native import NativeCodeError, load
 ABSENT = 0
 """The number of a key that is not in the table."""
 SWEPT_PLACES = 4096
-"""Entries that one call of `sweep` examines, in some 10 microseconds."""
+"""Entries that one call of `sweep` examines. It takes some 10 microseconds."""
 log = logging.getLogger(__name__)
 
 
@@ -46,10 +46,15 @@ class BlockTable(Protocol):
         """Set the number of each of these distinct keys; `ABSENT` drops the key."""
 
     def sweep(self, is_marked: "array[int]") -> Sequence[int]:
-        """Examine the next part of the keys, and drop each key whose number is marked: `is_marked[number]` is
-        not 0.
+        """Examine the next part of the keys, and drop each key whose number is marked.
 
-        Enough calls examine all keys. Returns the numbers of the dropped keys.
+        Repeated calls examine all keys.
+
+        Args:
+            is_marked: A flag for each number; the number is marked if its flag is not 0.
+
+        Returns:
+            The numbers of the dropped keys.
         """
 
 
@@ -62,7 +67,7 @@ class NativeTable:
         weakref.finalize(self, self._code.table_free, self._table)
         self._removed = array("i", bytes(4 * SWEPT_PLACES))
         self._numbers, self._ends = array("i"), array("i")
-        """Buffers for the runs of the longest prompt so far."""
+        """Buffers for runs, which grow to the longest prompt so far."""
 
     def __len__(self) -> int:
         return int(self._code.table_len(self._table))
@@ -95,7 +100,7 @@ class NativeTable:
 
 
 class DictTable:
-    """The table as a dict. The garbage collector skips it, as it has only bytes and ints."""
+    """The table as a dict. The garbage collector skips the dict, as it has only bytes and ints."""
 
     def __init__(self) -> None:
         self._numbers: dict[BlockKey, int] = {}

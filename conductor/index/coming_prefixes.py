@@ -4,10 +4,10 @@ Algorithm 1 "updates the cache" when it places a prompt (Mooncake, section 6.1).
 blocks only when they have been stored. Without this module a burst of prompts with one new prefix would be
 spread until then, and each instance would compute that prefix.
 
-A radix tree for each priority: a node has the blocks that a set of prompts have in common behind those of its
-parent. Keys are chained, so the end of what two prompts have in common is found by bisection, and an edge
-of thousands of blocks costs a dozen comparisons. Nodes refer to the prompts' own keys, and there are fewer
-than two a prompt: memory is bounded by the number of placed prompts.
+There is a radix tree for each priority. A node has blocks that a set of prompts have in common, behind the
+blocks of its parent. Keys are chained, so the end of two prompts' common prefix is found by bisection: an
+edge of thousands of blocks costs a dozen comparisons. Nodes refer to the prompts' own keys, and there are
+fewer than two nodes for each prompt: memory is bounded by the number of placed prompts.
 
 Owns: these trees. Does not know: which blocks are stored, what a placement is.
 """
@@ -24,8 +24,8 @@ EVENT_DELAY_S = 0.5
 """
 
 Coming = list[tuple[int, int]]
-"""Pairs of a number of leading blocks of a prompt, and the bit mask of the slots that will hold at least so
-many."""
+"""Numbers of leading blocks of a prompt, each with the bit mask of the slots that will hold at least this
+number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,14 +44,14 @@ class ComingPrompt:
 class _Node:
     """A node of the radix tree: blocks `[start, end)` of all prompts that go through it.
 
-    `keys` are those of one prompt.
+    `keys` are all keys of one of these prompts.
     """
 
     keys: Sequence[BlockKey]
     start: int
     end: int
     num_prompts: Counter[int]
-    """The number of prompts that go through this node, or end at its end, by slot. No zeros."""
+    """The number of prompts that go through this node or end at its end, by slot. No number is 0."""
     mask: int
     """The bit mask of the slots in `num_prompts`."""
     children: "dict[BlockKey, _Node]" = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _Node:
             self.mask ^= 1 << slot
 
     def split(self, end: int) -> None:
-        """End the node at block `end`, with a new child for the blocks behind."""
+        """Split the node at block `end`: the blocks behind `end` get a node of their own, as its child."""
         rest = _Node(self.keys, end, self.end, self.num_prompts.copy(), self.mask, self.children)
         self.end, self.children = end, {self.keys[end]: rest}
 
@@ -141,8 +141,8 @@ class ComingPrefixes:
             del self._roots[prompt.priority]
 
     def stored(self, prompt: ComingPrompt, now_s: float) -> None:
-        """Record that a prompt's prefill has ended. The prompt is removed when KV events must have reported
-        its blocks."""
+        """Record that a prompt's prefill has ended. The prompt is removed `EVENT_DELAY_S` later, when KV
+        events have reported its blocks."""
         self._ended.append((now_s + EVENT_DELAY_S, prompt))
 
     def forget(self, slot: int) -> None:
@@ -153,8 +153,8 @@ class ComingPrefixes:
     def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
         """Return the leading blocks of a prompt that are coming, with the slots that will hold them.
 
-        Only prompts that are computed before this one count: of prompts with higher priority numbers the
-        prompt computes the common prefix itself.
+        Only prompts that are computed before this one count. A prefix that it shares with prompts of a higher
+        priority number it computes itself.
         """
         while self._ended and self._ended[0][0] <= now_s:
             self.remove(self._ended.popleft()[1])

@@ -1,6 +1,6 @@
 """One messenger's KV events in order: takes messages, and returns events to apply and questions to ask.
 
-    no snapshot ──> parts of one ──> live batches, in order and once ──(gap)──> replay ──> live
+    no snapshot ──> its parts ──> live batches, in order, each once ──(gap)──> replay ──> live
          ^───────────────── the replay is gone, or another incarnation ────────────┘
 
 A question without an answer is asked again. A messenger that has been quiet for a while is asked whether its
@@ -57,11 +57,11 @@ class EventStream:
         self._next_sequence: int | None = None
         """The number of the next batch to apply; None before there is a snapshot to apply it to."""
         self._early: dict[int, list[KVEvent]] = {}
-        """Batches that came too early, by number; all are behind `_next_sequence`."""
+        """Batches that wait for earlier ones, by number; all numbers are greater than `_next_sequence`."""
         self._snapshot_sequence: int | None = None
-        """The number of the snapshot whose parts arrive."""
+        """The sequence number of the snapshot whose parts are arriving; None between snapshots."""
         self._asked: ToKVEvents | None = None
-        """The question that is not fully answered."""
+        """The question that is not fully answered; None without one."""
         self.progress_s = 0.0
         """The time of the last question, part of an answer, or batch in order."""
 
@@ -76,12 +76,12 @@ class EventStream:
         return self._next_sequence is None
 
     def is_loading(self, now_s: float) -> bool:
-        """Return whether a snapshot was asked for, and the stream has heard of its messenger within
-        `ANSWER_TIMEOUT_S`."""
+        """Return whether a snapshot was asked for and is still awaited: the question or the latest part of
+        the answer is younger than `ANSWER_TIMEOUT_S`."""
         return isinstance(self._asked, GetSnapshot) and now_s - self.progress_s < ANSWER_TIMEOUT_S
 
     def tick(self, now_s: float) -> Step:
-        """Return the question to send if an answer is due at `now_s`, with no events."""
+        """Return the question to send, if one is due at `now_s`, with no events."""
         silence_s = now_s - self.progress_s
         if self._next_sequence is None:
             is_due = self._asked is None or silence_s >= ANSWER_TIMEOUT_S

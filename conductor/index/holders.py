@@ -1,9 +1,10 @@
-"""Interned sets of holders: the shards that have a block, by tier, and the instances all of whose shards have
-it.
+"""Interned sets of a block's holders: the shards that have it, by tier, and the instances that have it in all
+their shards.
 
-Blocks with the same holders share one set, named by a small number, so a block costs its key and that number,
-however many instances there are. A set is a bit mask, three bits for a shard: DRAM, SSD, and the engine's own
-prefix cache. An instance of several shards (pipeline stages, ranks) holds a block only when all of them do.
+Blocks with the same holders share one set, named by a small number. So a block costs its key and this number,
+however many instances there are. A set is a bit mask with three bits for each shard: DRAM, SSD, and the
+engine's own prefix cache. An instance of several shards (pipeline stages, ranks) holds a block only when all
+its shards do.
 
 Owns: sets, their numbers, how many blocks use each. Does not know: keys.
 """
@@ -25,9 +26,9 @@ NUM_BITS = len(_BITS)
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """A part of an instance.
+    """A shard of an instance: what one messenger's pool holds.
 
-    Its bits in each set are `NUM_BITS * number` and the following: DRAM, SSD, device.
+    In each set its bits are `NUM_BITS * number` and the next two: DRAM, SSD, device.
     """
 
     slot: int
@@ -47,26 +48,29 @@ class HolderSets:
 
     def __init__(self) -> None:
         self.holding = [0]
-        """Masks of slots by set: the instances that hold the blocks of the set in their part of the pool."""
+        """Masks of slots by set: the instances that hold the blocks of the set in DRAM or on SSD."""
         self.in_dram = [0]
         """Masks of slots by set: the instances that hold the blocks of the set in DRAM."""
         self.on_device = [0]
-        """Masks of slots by set: the instances whose engines hold the blocks of the set."""
+        """Masks of slots by set: the instances whose engines hold the blocks of the set in their prefix
+        caches."""
         self.num_device_blocks = 0
-        """Number of blocks that engines hold, one for each holder."""
+        """The number of blocks in engines' prefix caches. A block counts once for each shard that has it."""
         self._held = [0]
         self._num_blocks = [0]
         self._numbers = {0: EMPTY}
-        """The number of each set by its mask. A set that `clear` has made equal to another one is left
-        out."""
+        """The number of each set by its bit mask. Of sets that `clear` has made equal only one is here."""
         self._free: list[int] = []
         self._num_empty = 0
         self.is_empty = array("B", [False])
-        """Flags by number of a set: whether it has lost all holders while blocks use it. `EMPTY` is not
-        marked."""
+        """Flags by number of a set: whether the set has lost all holders while blocks use it. The flag of
+        `EMPTY` is not set."""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
-        """Return the new set of `num_blocks` blocks of set `before`, which `shard` has stored or removed."""
+        """Record that `shard` has stored or removed `num_blocks` blocks of the set `before`.
+
+        Returns the number of the set that these blocks use now.
+        """
         held, bit = self._held[before], shard.bit(tier)
         if bool(held & bit) is is_stored:
             return before
@@ -117,7 +121,7 @@ class HolderSets:
         return sum(itertools.compress(self._num_blocks, self.is_empty))
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Record that for each of these numbers one block does not use that set any more."""
+        """Record that blocks have stopped using their sets: one block for each number in `numbers`."""
         for number, num_blocks in Counter(numbers).items():
             self._release(number, num_blocks)
 
@@ -131,7 +135,10 @@ class HolderSets:
             self._free.append(number)
 
     def _new(self, held: int, before: int, shard: Shard) -> int:
-        """Return the number of a set that differs in `shard` from the set `before`, made if needed."""
+        """Make the set with the bit mask `held`, which differs in one bit of `shard` from the set `before`.
+
+        Returns its number.
+        """
         wanted, slot_bit = shard.instance_bits, 1 << shard.slot
         in_dram, on_ssd, on_device = held, held >> 1, held >> 2
 

@@ -1,9 +1,9 @@
 """The prefix index: which instances hold the leading blocks of a prompt, and in which tier.
 
-The KV events of every pool feed it. Keys are chained, so a prompt's blocks are looked up once for all
-instances, and the set of holders can only shrink from block to block (Mooncake, section 6.1, Algorithm 1:
-`prefix_len`). Late or wrong events only cost a hit, as an instance that is asked for a block looks for it
-itself.
+The KV events of every pool feed it. Keys are chained: a prompt's blocks are looked up once for all instances,
+and the set of instances that hold all blocks so far can only shrink from block to block (Mooncake, section
+6.1, Algorithm 1: `prefix_len`). Late or wrong events only cost a hit, as an instance that is asked for a
+block looks for it itself.
 
 Owns: keys and their holders, the slots of the instances. Does not know: where events come from, placement.
 """
@@ -31,11 +31,12 @@ class PrefixMatch(NamedTuple):
 
     num_slots: int
     depths: list[int]
-    """Numbers of leading blocks, in any tier, from the smallest on; the only one may be 0."""
+    """Numbers of leading blocks, in any tier, in rising order."""
     masks: list[int]
-    """The slots that hold so many blocks and no more. No mask is empty, and each slot is in one of them."""
+    """For each depth, the mask of the slots that hold exactly this number of leading blocks. Each slot is in
+    one mask."""
     on_ssd: list[tuple[int, int]]
-    """Numbers of blocks, each with the mask of the slots that hold them on SSD only."""
+    """Numbers of consecutive blocks, each with the mask of the slots that hold these blocks on SSD only."""
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
         """Return the masks as a bool matrix `[len(masks), num_slots]`."""
@@ -48,10 +49,11 @@ class PrefixMatch(NamedTuple):
         """Return the match as it will be when the blocks that are coming have been stored.
 
         Args:
-            coming: Numbers of leading blocks, each with the slots that will hold at least so many.
+            coming: Numbers of leading blocks, each with the mask of the slots that will hold at least this
+                number.
 
         Returns:
-            The match; this very object if no slot gains by it.
+            The match; this very object if no slot gains a block.
         """
         held = list(zip(self.depths, self.masks, strict=True))
         gaining = 0
@@ -89,12 +91,14 @@ class PrefixMatch(NamedTuple):
 
     @property
     def num_ssd_blocks(self) -> NDArray[np.int32]:
-        """The number of each instance's leading blocks that have to be read from SSD: int32 `[num_slots]`."""
+        """The number of the prompt's leading blocks that each instance must read from SSD: int32
+        `[num_slots]`."""
         return self._sums([number for number, _ in self.on_ssd], [mask for _, mask in self.on_ssd])
 
     @property
     def num_dram_blocks(self) -> NDArray[np.int32]:
-        """The number of each instance's leading blocks that are in DRAM: int32 `[num_slots]`."""
+        """The number of the prompt's leading blocks that each instance need not read from SSD: int32
+        `[num_slots]`."""
         return self.num_blocks - self.num_ssd_blocks
 
     @property
@@ -126,7 +130,7 @@ class PrefixIndex:
         self._free_slots: list[int] = []
         self._free_numbers: list[int] = []
         self._num_shards = 0
-        """The largest number of shards that have had bits at the same time."""
+        """The largest number of shards that were registered at the same time."""
         self._sets = HolderSets()
 
     # -- instances ----------------------------------------------------------------------------------
@@ -230,17 +234,16 @@ class PrefixIndex:
     # -- prompts ------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """Return how many of a prompt's leading blocks each instance holds in its pool, in one pass for all
-        instances."""
+        """Return how many of a prompt's leading blocks each instance holds in its pool."""
         return self._match(keys, 0)
 
     def match_own(self, keys: Sequence[BlockKey], held: PrefixMatch) -> PrefixMatch:
         """Return how many of a prompt's leading blocks each instance need not compute: those in its pool, or
-        in its engine's prefix cache if these are more.
+        those in its engine's prefix cache if they are more.
 
         Args:
-            keys: The blocks.
-            held: Their match in the pool.
+            keys: The prompt's block keys.
+            held: The result of `match` for these keys.
 
         Returns:
             The match; `held` itself while no engine reports a prefix cache.
@@ -248,7 +251,8 @@ class PrefixIndex:
         return self._match(keys, (1 << self.num_slots) - 1) if self._sets.num_device_blocks else held
 
     def _match(self, keys: Sequence[BlockKey], cached: int) -> PrefixMatch:
-        """Match prompts with the pool, and with the prefix caches of the engines in the slots `cached`."""
+        """Return the match of a prompt with the pools, and with the prefix caches of the engines in the slots
+        of the mask `cached`."""
         holding, in_dram, on_device = self._sets.holding, self._sets.in_dram, self._sets.on_device
         num_slots, start = self.num_slots, 0
         pooled = mask = (1 << num_slots) - 1

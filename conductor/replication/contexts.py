@@ -1,9 +1,9 @@
 """Context caches (Mooncake, section 3): prefixes whose blocks are pinned where they are held.
 
-Blocks are pinned on one instance, for a time that is renewed, so pins of a Conductor that is gone end by
-themselves. The prefix index tells which instance holds most of a cache. When that instance is lost, or has
-had to evict blocks, a prompt that uses the cache is computed like any other, and the cache is then pinned on
-the instance that holds it. Pure: no clock, no IO.
+The blocks of a cache are pinned on one instance, for a time that is renewed: pins of a Conductor that is gone
+end by themselves. The prefix index tells which instance holds most of a cache. When this instance is lost, or
+has had to evict blocks, a prompt that uses the cache is computed like any other. Then the cache is pinned on
+the instance that has computed it. Pure: no clock, no IO.
 
 Owns: which cache is pinned where, and until when. Does not know: tokens, keys of clients, how a pool pins.
 """
@@ -62,7 +62,7 @@ class Contexts:
         return sum(context.num_pinned for context in self._contexts.values())
 
     def pinned_on(self, instance: Instance) -> list[list[BlockKey]]:
-        """Return the blocks of each cache that are pinned on an instance."""
+        """Return the pinned blocks of each cache that is pinned on this instance."""
         return [context.pinned for context in self._contexts.values() if context.holder is instance]
 
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
@@ -88,8 +88,10 @@ class Contexts:
         return effects
 
     def _may_be_longer(self, context: KeptContext) -> bool:
-        """Return whether any instance holds the cache's first missing block, by one look-up however long the
-        cache is."""
+        """Return whether any instance holds the first block of the cache that is not pinned.
+
+        This is one look-up, however long the cache is.
+        """
         missing = context.keys[context.num_pinned : context.num_pinned + 1]
         return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
 
@@ -120,7 +122,8 @@ class Contexts:
         return effects
 
     def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:
-        """Return the instance that holds most of the cache, and the number of its blocks."""
+        """Return the instance that holds most of the cache, and the number of leading blocks that it
+        holds."""
         num_blocks = self._prefixes.match(context.keys).num_blocks
         most = int(num_blocks.max(initial=0))
         if not most:
@@ -134,7 +137,7 @@ class Contexts:
         return max(holders, key=lambda one: _preference(one, context), default=None), most
 
     def _unpin(self, context: KeptContext) -> list[Effect]:
-        """Unpin the blocks that no other cache has pinned on the same instance."""
+        """Unpin the cache's blocks, except those that another cache has pinned on the same instance."""
         holder = context.holder
         if holder is None or self._is_lost(context) or not context.num_pinned:
             return []
@@ -149,8 +152,8 @@ class Contexts:
 
 
 def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
-    """Return the sort key of holders: first those that stay, then those that have pinned the cache, then
-    those that prefill."""
+    """Return the sort key of holders, the best last: preferred is a holder that is serving, then the one that
+    has pinned the cache, then one that prefills."""
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,

@@ -1,10 +1,10 @@
-"""Copies of the hottest prefixes, made before they are asked for (Mooncake, sections 3 and 6.2).
+"""Copies of the hottest prefixes, made before requests ask for them (Mooncake, sections 3 and 6.2).
 
 "The hottest blocks should be replicated to multiple nodes to avoid fetching congestion." Beside the copies
 that requests make, a round every few seconds looks for prefixes with so many uses that they are worth one
-more copy. The instance with the shortest queue is told to fetch it as bulk; the bytes in flight are limited.
-Such a copy is dropped when its uses have fallen to half of those that it was made for, and another prefill
-instance holds it. Copies that requests have made are left to eviction.
+more copy. The instance with the shortest queue is told to fetch the prefix as bulk; the bytes in flight are
+limited. Such a copy is dropped when its uses have fallen to half of those that it was made for, and another
+prefill instance holds the blocks. Copies that requests have made are left to eviction.
 
 Owns: the copies that were ordered. Does not know: how blocks are sent, the clock.
 """
@@ -27,19 +27,19 @@ from mooncake.messages.block_orders import DropCopies, Replicate
 from mooncake.messages.blocks import BlockKey, KVLayout
 
 FETCH_S = 30.0
-"""Seconds that an instance may take to fetch a copy."""
+"""Seconds in which an instance may fetch a copy."""
 AGAIN_S = 120.0
 """Seconds after which a copy that did not arrive, or was evicted, is ordered again."""
 MOST_COPIES = 256
-"""Copies that are followed. Beyond this number the oldest ones are left to eviction."""
+"""The most copies that are followed. Older copies are left to eviction."""
 _MOST_NOTED = 1 << 13
-"""Prompts, the latest ones, in which a round looks for hot prefixes."""
+"""The most prompts in which a round looks for hot prefixes, the latest ones."""
 _MOST_LATEST = 1 << 10
-"""Prompts, the latest ones, in which hot prefixes are looked for when an instance joins or leaves."""
+"""The most prompts in which hot prefixes are looked for when an instance joins or leaves, the latest ones."""
 _MOST_PREFIXES = 64
-"""Prefixes, the hottest ones, that are considered in one round."""
+"""The most prefixes that are considered in one round, the hottest ones."""
 _ROOM_SHARE = 2
-"""The divisor of an instance's pages that gives the limit of one copy."""
+"""The most that one copy may take of an instance's pages is their number divided by this."""
 
 
 @dataclass(slots=True)
@@ -119,10 +119,8 @@ class Replication:
     # -- copies that were ordered -------------------------------------------------------------------
 
     def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
-        """Return the slots that hold all of a copy, as bool `[num_slots]`, by the copy's last block.
-
-        Copies of one prefix are looked up once.
-        """
+        """Return, by the last block of each copied prefix, which slots hold all of the prefix: bool
+        `[num_slots]`."""
         prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
         match = self._view.prefixes.match
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
@@ -171,7 +169,7 @@ class Replication:
                 self._copies.setdefault((copy.instance.name, copy.keys[-1]), copy)
         return effects
 
-    # -- new ones -----------------------------------------------------------------------------------
+    # -- new copies ---------------------------------------------------------------------------------
 
     def _warm(self, layout: KVLayout, now_s: float) -> list[Effect]:
         """Order the hottest prefixes for instances that have just begun to compute prompts."""
@@ -188,8 +186,8 @@ class Replication:
         ]
 
     def _warm_one(self, slot: int, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order prefixes for one new instance that have at least half the uses of a further copy; colder ones
-        would be dropped again."""
+        """Order the hottest prefixes for one new instance: those with more than half the uses for which a
+        further copy is made, as colder copies would be dropped again."""
         view = self._view
         room_blocks = view.loads.prefill_room_blocks.item(slot) // _ROOM_SHARE
         effects: list[Effect] = []
@@ -214,7 +212,7 @@ class Replication:
         return self.settings.most_bytes - sum(in_flight)
 
     def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order copies of the hottest prefixes first, until the limit of bytes is reached."""
+        """Order copies of hot prefixes, the hottest first, until the limit of bytes is reached."""
         left_bytes = self._left_bytes(now_s)
         effects = []
         self._hot = self._hottest([*self._noted, *self._hot], self.settings.uses_per_copy)
@@ -275,7 +273,7 @@ class Replication:
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], now_s: float
     ) -> NDArray[np.int32]:
         """Return the number of leading blocks that each instance will hold when the copies in flight have
-        arrived."""
+        arrived. `num_blocks`: the numbers now."""
         num_blocks = num_blocks.copy()
         for copy in self._copies.values():
             depth = min(len(copy.keys), len(keys))
@@ -288,8 +286,11 @@ class Replication:
     def _target(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], depth: int, now_s: float
     ) -> int | None:
-        """Return the slot of the prefill instance with the shortest queue that lacks some blocks and has
-        room; None without any."""
+        """Return the slot of the prefill instance that should fetch the first `depth` blocks; None without
+        one.
+
+        It lacks some of them, has room for these, and has the shortest queue of all such instances.
+        """
         view, loads = self._view, self._view.loads
         is_possible = loads.is_prefill & (num_blocks < depth)
         is_possible &= depth - num_blocks <= loads.prefill_room_blocks // _ROOM_SHARE
@@ -302,15 +303,16 @@ class Replication:
         return None
 
     def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
-        """Return the slot of the holder of these blocks with the fewest bytes in flight."""
+        """Return the slot of the instance that can send the first `depth` blocks first: with the fewest bytes
+        in flight and on SSD."""
         (holders,) = (match.num_blocks >= depth).nonzero()
         num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)
         ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)
         return int(holders[ahead_bytes.argmin()])
 
     def _add(self, copy: PrefixCopy, num_held_blocks: int, now_s: float) -> None:
-        """Record a copy. It replaces the copy that it continues: a long prefix fetched in parts is one
-        copy."""
+        """Record an ordered copy. It replaces the copy whose blocks it continues, as a long prefix that is
+        fetched in parts is one copy."""
         if num_held_blocks:
             earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)
             if earlier is not None and earlier.is_in_flight(now_s):

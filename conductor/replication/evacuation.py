@@ -1,8 +1,9 @@
-"""Copies of the blocks that would be lost with an instance that leaves: pinned ones, and hot prefixes.
+"""Copies of blocks that would be lost with an instance that leaves: pinned blocks and hot prefixes.
 
-Blocks that no other instance holds as far are fetched by one that has room and computes prompts, or may do
-so. The bytes in flight are limited, and travel as bulk. A leaving instance waits for its copies, but no
-longer than `MOST_S`: blocks that have not arrived by then are computed again when they are needed.
+If no other instance holds as many blocks of such a prefix, one with room fetches it, if possible one that
+computes prompts. The copies travel as bulk, and their bytes in flight are limited. A leaving instance waits
+for its copies, but no longer than `MOST_S`: blocks that have not arrived by then are computed again when they
+are needed.
 
 Owns: which blocks are copied where, and how many are left. Does not know: why an instance leaves, how blocks
 are sent, the clock.
@@ -23,11 +24,11 @@ from mooncake.messages.block_orders import Replicate
 from mooncake.messages.blocks import BlockKey
 
 MOST_S = 20.0
-"""Seconds for which an instance waits for copies of its blocks at most."""
+"""The most seconds for which an instance waits for copies of its blocks."""
 LEAST_USES = 1.5
-"""Recent uses from which on a prefix is copied: more than one request."""
+"""Recent uses above which a prefix is copied: more than one request has used it."""
 _ROOM_SHARE = 2
-"""The divisor of an instance's pages that gives the limit of one copy."""
+"""The most that one copy may take of an instance's pages is their number divided by this."""
 
 
 @dataclass(slots=True)
@@ -36,10 +37,10 @@ class _Leaving:
 
     until_s: float
     wanted: list[Sequence[BlockKey]]
-    """Prefixes that have not been ordered or have not arrived, the most important first."""
+    """Prefixes whose copies have not arrived, the most important first."""
     ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
-    """The instance that was ordered to fetch a prefix, and the number of blocks that it lacked, by the last
-    block."""
+    """By a prefix's last block: the instance that was ordered to fetch it, and the number of blocks that the
+    instance lacked."""
 
 
 class Evacuation:
@@ -59,8 +60,8 @@ class Evacuation:
         """Order the copies for which there is room. To be called about twice a second.
 
         Args:
-            leaving: All instances that are to leave. The blocks that are left of each are counted in its
-                `emptying`.
+            leaving: All instances that are to leave. The number of blocks that are yet to be copied from each
+                is set in its `emptying`.
             now_s: The time.
         """
         identities = {instance.identity for instance in leaving}
@@ -99,7 +100,7 @@ class Evacuation:
         return effects
 
     def _wanted(self, instance: Instance) -> list[Sequence[BlockKey]]:
-        """Return the prefixes to keep, each as far as the instance holds it."""
+        """Return the prefixes to copy, each cut off behind the last block that the instance holds."""
         pinned = self._contexts.pinned_on(instance)
         hot = [] if self._replication is None else self._replication.hottest(LEAST_USES)
         slot = self._view.slot_of(instance.name)
@@ -112,8 +113,8 @@ class Evacuation:
         return list(prefixes.values())
 
     def _held(self, instance: Instance, keys: Sequence[BlockKey]) -> tuple[np.ndarray, int]:
-        """Return the number of leading blocks of `keys` that each staying instance holds (0 for other slots),
-        and that the leaving one holds."""
+        """Return the number of leading blocks of `keys` that each staying instance holds, by slot (0 for
+        other slots), and the number that the leaving instance holds."""
         slot = self._view.slot_of(instance.name)
         assert slot is not None
         num_blocks = self._view.prefixes.match(keys).num_blocks

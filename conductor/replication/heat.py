@@ -1,4 +1,4 @@
-"""Uses of blocks, as counts that decay (Mooncake, sections 3 and 6.2).
+"""The uses of blocks, as counts that decay (Mooncake, sections 3 and 6.2).
 
 Prompts are recorded when they arrive and counted later, several at once, so that decisions take no longer.
 Keys are chained: no block of a prompt is hotter than those before it.
@@ -20,7 +20,7 @@ HALF_LIFE_S = 60.0
 MOST_KEYS = 1 << 15
 """Blocks that are remembered, the hottest ones: some 4 MB."""
 MOST_NOTED_BLOCKS = 1 << 15
-"""Blocks between two counts at most, as no stream gets a token while they are counted."""
+"""The most blocks that are recorded between two counts, as no stream gets a token while they are counted."""
 _LEAST_USES = 0.5
 """Uses below which a block is forgotten."""
 
@@ -63,15 +63,15 @@ class Heat:
         return self._uses.get(key, 0.0)
 
     def depth(self, keys: Sequence[BlockKey], num_uses: float) -> int:
-        """Return the number of a prompt's leading blocks that have more than `num_uses`."""
+        """Return the number of a prompt's leading blocks that have more than `num_uses` uses each."""
         if not keys or self.uses(keys[0]) <= num_uses:
             return 0
         return bisect_left(keys, -num_uses, key=lambda key: -self.uses(key))
 
 
 def _hottest(uses: dict[BlockKey, float], number: int) -> dict[BlockKey, float]:
-    """Return the `number` hottest blocks, in their order. Of equally hot blocks the first are taken, as these
-    come first in their prompts."""
+    """Return the `number` hottest blocks, in their present order. Of equally hot blocks the first are taken,
+    as they are earlier blocks of their prompts."""
     numbers = np.fromiter(uses.values(), np.float64, len(uses))
     least = np.partition(numbers, -number)[-number]
     is_kept = numbers > least

@@ -1,10 +1,10 @@
 """Placed requests as the view sees them, and what the view learns from their steps.
 
-From its placement to its end a request is part of the queue of its prefill instance and of the prefixes that
-are coming there, of the batch of its decode instance, of the traffic of its source, and of the forecast:
-exactly once in each, however it ends. While it migrates it is part of the batch of its destination as well.
+From its placement to its end a request counts in the queue of its prefill instance and in the prefixes that
+are coming there, in the batch of its decode instance, in the traffic of its prefix source, and in the
+forecast: once in each, however it ends. While it migrates it counts in the batch of its destination as well.
 
-Owns: these memberships. Does not know: messages, states, why a request ends.
+Owns: these counts. Does not know: messages, states, why a request ends.
 """
 
 import math
@@ -43,14 +43,14 @@ class Assignment:
     stay: Stay
     """The request's entry in the forecast."""
     device_s: float
-    """Predicted seconds of devices that the request takes in all."""
+    """Predicted device seconds that the request takes: its prefill, and its share of decode iterations."""
     delay_s: float = 0.0
-    """Predicted seconds of prefills that were assigned later and are computed before."""
+    """Predicted seconds of prefills that were assigned later than this one and are computed before it."""
     decode_began_s: float | None = None
     has_moved: bool = False
     """Whether the request has moved to another decode instance than the predicted one."""
     is_adopted: bool = False
-    """Whether an earlier Conductor has placed the request, so that the beginning is unknown."""
+    """Whether an earlier Conductor has placed the request, so that the time of its order is unknown."""
 
     @property
     def first_token_s(self) -> float:
@@ -163,8 +163,8 @@ class Assignments:
         )
 
     def _device_s(self, placement: Placement, decode_slot: int) -> float:
-        """Return the seconds of devices: the prefill, and the request's part of the iterations of a mean
-        decode."""
+        """Return the device seconds that the request takes: its prefill, and its share of the iterations of a
+        decode of mean length."""
         decode_s = self._view.forecast.decode_s
         share = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.gap_s
         return placement.prediction.prefill_s + (share * decode_s if decode_s < math.inf else 0.0)
@@ -176,13 +176,13 @@ class Assignments:
 
         Args:
             assignment: The assignment of the request.
-            num_held_blocks: The prompt's leading blocks that the decode instance holds.
+            num_held_blocks: The number of the prompt's leading blocks that the decode instance holds.
             time_left_s: Seconds until the first token is due; None without a TTFT SLO.
             now_s: The time.
 
         Returns:
-            The instance to fetch a prefix from; None for none. Fetched blocks stay in the pool: this is the
-            hot-spot migration of Algorithm 1, line 29.
+            The instance to fetch a prefix from; None if none is fetched. Fetched blocks stay in the fetching
+            instance's pool: this is the hot-spot migration of Algorithm 1, line 29.
         """
         placement, request_id = assignment.placement, assignment.request.request_id
         loads = self._view.loads
@@ -194,10 +194,10 @@ class Assignments:
         return PrefixSource(source.registration.shards, num_blocks)
 
     def _source(self, placement: Placement, num_held_blocks: int) -> tuple[Instance | None, int]:
-        """Return the source of the prompt's prefix and the blocks that it holds: the placement's, or the
-        decode instance if that holds more.
+        """Return the source of the prompt's prefix, and the number of blocks that it holds; None, 0 without
+        one.
 
-        An instance that inlines the prompt fetches nothing.
+        The source is the placement's, or the decode instance if that holds more. An inlined prompt has none.
         """
         if placement.is_inlined or not self._settings.fetches_prefixes:
             return None, 0
@@ -251,8 +251,8 @@ class Assignments:
             self._stats.decoded(assignment.placement, seconds / num_gaps)
 
     def reserve(self, assignment: Assignment, instance: Instance, copied_bytes: float) -> Destination:
-        """Enter a decoded request also into the batch of the instance to which it moves, and return that
-        share."""
+        """Enter a request that is decoded into the batch of its destination, too, and return its share of the
+        load there."""
         view, source = self._view, assignment.placement.decode
         slot = view.slot_of(instance.name)
         assert slot is not None

@@ -1,9 +1,9 @@
 """The setting `kvcache_balancing_threshold`, given or adapted (Mooncake, section 6.2).
 
-A copied prefix takes DRAM from blocks that may be wanted again. (Its TTFT is estimated, so it is no cost
-here.) The pools report how many lookups missed a block that had been evicted a short while ago. If these are
-many, the threshold rises, so that only copies with a large gain are made; if they are few it falls, and
-prefixes spread. It rises faster than it falls.
+A copied prefix takes DRAM from blocks that may be wanted again. (The time of a copy is no cost here, as
+Algorithm 1 compares it.) The pools report how many lookups missed a block that had been evicted a short while
+ago. If these lookups are many, the threshold rises, so that only copies with a large gain are made. If they
+are few, it falls, and prefixes spread. It rises faster than it falls.
 
 Owns: the threshold. Does not know: time, prefixes, which instance fetches.
 """

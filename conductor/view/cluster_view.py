@@ -38,8 +38,8 @@ from mooncake.messages.workers import Role
 _SAME_PASS = 0.2
 """Prefills that end within this share of a prefill's predicted time were computed in one pass."""
 COSTS_HOLD_S = 30.0
-"""Seconds without iterations that teach costs, after which an idle decode instance is tried as the quickest
-of its kind."""
+"""Seconds without a measured iteration after which a decode instance's costs are stale. An idle instance with
+stale costs is assumed to be as quick as the quickest of its kind."""
 
 
 class _Computed(NamedTuple):
@@ -66,9 +66,9 @@ class _Occupant:
 
     instance: Instance
     prefill_checked_s: float
-    """The time at which a prefill last allowed a comparison with its predicted costs."""
+    """The time at which the duration of a prefill was last compared with its prediction."""
     decode_checked_s: float
-    """The time at which iterations last taught the instance's costs."""
+    """The time at which the instance's costs were last learned from iterations."""
     has_stale_decode_costs: bool = False
     """Whether, at the newest heartbeat, `decode_checked_s` was more than `COSTS_HOLD_S` ago."""
     decode: DecodeStats = field(default_factory=DecodeStats)
@@ -76,14 +76,14 @@ class _Occupant:
 
 
 class ClusterView:
-    """All slots, with what is known of their instances.
+    """All slots, with all that is known of their instances.
 
-    `next_iteration_s`, `next_token_s` and `next_delay` predict decoding with one more request, for which line
-    24 of Algorithm 1 looks at all slots: an iteration has `next_iteration_s + n * next_token_s` if its prompt
-    has n tokens, and its TBT is `next_delay` times that.
+    `next_iteration_s`, `next_token_s` and `next_delay` predict decoding with one more request, as line 24 of
+    Algorithm 1 needs it of all slots: if the prompt of this request has n tokens, an iteration takes
+    `next_iteration_s + n * next_token_s` seconds, and the TBT is `next_delay` times as long.
 
     Args:
-        settings: How the Conductor decides: the balancing threshold, what the forecast predicts.
+        settings: The settings of decisions: the balancing threshold, what the forecast predicts.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
     """
 
@@ -108,7 +108,7 @@ class ClusterView:
         self.transfers = TransferEstimator()
         self.utilisation = Utilisation()
         self.full_batch_token_s = 0.0
-        """Seconds of a decode instance that a token takes in a full batch; 0 while unknown."""
+        """Seconds of a decode instance for one token of one request in a full batch; 0 while unknown."""
         self.balancing = BalancingThreshold(settings.kvcache_balancing_threshold)
         self.forecast = forecast_of(settings.overload)
         self._pairs_ttft_correction, self._inlined_ttft_correction = TTFTCorrection(), TTFTCorrection()
@@ -140,10 +140,10 @@ class ClusterView:
         return occupant is not None and occupant.instance is instance
 
     def ttft_correction(self, placement: Placement) -> TTFTCorrection:
-        """Return the TTFT correction: one for pairs, one for instances that inline prompts, as their errors
-        have other causes.
+        """Return the TTFT correction for a placement: that of pairs, or that of inlined prompts.
 
-        (Chunks of an inlined prompt are as long as the batch allows, and other requests join it meanwhile.)
+        The errors of inlined prompts have causes of their own: chunks are as long as the batch allows, and
+        other requests join the batch meanwhile.
         """
         return self._inlined_ttft_correction if placement.is_inlined else self._pairs_ttft_correction
 
@@ -265,7 +265,7 @@ class ClusterView:
         return self._decode_pool
 
     def mean_iteration_s(self) -> float | None:
-        """The mean predicted seconds of the decode instances' next iterations; None without any."""
+        """Return the mean predicted seconds of an iteration of the decode instances; None without any."""
         loads, pool = self.loads, self.decode_pool()
         if pool is None:
             return None
@@ -284,8 +284,8 @@ class ClusterView:
     def decode_changed(self, slot: int) -> None:
         """Update the predicted iteration of a slot, after a change of its requests or its costs.
 
-        An instance that is wrongly believed to be slow gets no requests, and could not show that it is not.
-        So the next request of an idle one with stale costs is predicted as on the quickest of its kind.
+        An instance that is wrongly believed to be slow gets no requests, and could not show that it is fast.
+        So an idle instance with stale costs is predicted to be as quick as the quickest of its kind.
         """
         loads, costs = self.loads, self.decode_costs
         num_others = loads.batch_size.item(slot)
@@ -299,17 +299,17 @@ class ClusterView:
         self.next_iteration_s[slot], self.next_token_s[slot] = iteration_s, batched * token_s
 
     def next_gap_s(self, slot: int, num_tokens: int) -> float:
-        """Predict the mean seconds between two tokens of one more request with `num_tokens` of prompt.
+        """Predict the mean seconds between two tokens of one more request with a prompt of `num_tokens`.
 
-        Unlike the TBT it is not the mean of the longest gaps: where r requests share s < r slots, each gets a
-        token every r / s iterations.
+        The TBT in contrast is the mean of the longest gaps. Where r requests share s < r batch slots, each
+        gets a token every r / s iterations.
         """
         batched, _ = batch_share(self.loads.batch_size.item(slot) + 1, self.loads.max_batch.item(slot))
         return (self.next_iteration_s.item(slot) + num_tokens * self.next_token_s.item(slot)) / batched
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
-        """Return the seconds since a prefill on this instance last allowed a comparison with its predicted
-        costs."""
+        """Return the seconds since the duration of a prefill on this instance was last compared with its
+        prediction."""
         return now_s - self._occupants[slot].prefill_checked_s
 
     # -- what is learned ----------------------------------------------------------------------------
@@ -317,10 +317,10 @@ class ClusterView:
     def prefill_ended(
         self, slot: int, num_tokens: int, num_cached_tokens: int, seconds: float, now_s: float
     ) -> None:
-        """Learn the costs of a prefill that took `seconds` behind the earlier ones.
+        """Learn the costs of a prefill that took `seconds` since the prefill before it ended.
 
-        Prefills of one pass end together and are learned from as one, so the last one is kept while more are
-        ordered.
+        Prefills of one pass end together and are learned as one. So the latest prefill is learned only when
+        no other one is ordered, or when one has ended that was in another pass.
         """
         num_new, num_pairs = prefill_quantities(num_tokens - num_cached_tokens, num_cached_tokens)
         occupant = self._occupants[slot]
@@ -341,8 +341,8 @@ class ClusterView:
 
         Args:
             slot: The slot of the instance.
-            num_requests: The requests that the instance counts, with a batch slot or without. Requests that
-            wait for their turn at its double check do not count.
+            num_requests: The number of requests that the instance counts, with a batch slot or without. It
+                does not count requests that wait for their turn at its double check.
             tbt_s: The TBT in seconds that the instance predicts.
         """
         batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))

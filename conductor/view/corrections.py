@@ -1,13 +1,13 @@
 """Corrections of predictions near an SLO, by the errors of the latest ones.
 
-Under overload every queue and every batch is as large as its SLO allows. A request that is let in then is
-just in time by the prediction, and would be late by the prediction's error. So times that are checked
-against an SLO count for more:
+Under overload every queue and every batch is as large as its SLO allows. A request that is admitted then is
+just in time by the prediction, and would be late by the prediction's error. So predicted times are multiplied
+by a factor before they are compared with an SLO:
 
     TTFTCorrection  by how much later than predicted the latest first tokens came
     TBTCorrection   by how much more than predicted decode instances say that a batch adds to an iteration
 
-Owns: the latest errors. Does not know: which requests are let in.
+Owns: the latest errors. Does not know: which requests are admitted.
 """
 
 import math
@@ -24,11 +24,11 @@ MOST_TTFT = 1.5
 """The largest factor of a predicted TTFT."""
 
 TBT_QUANTILE = 0.9
-"""The share of the latest reports of decode instances that the corrected prediction is not less than."""
+"""The share of the latest TBTs reported by decode instances that the corrected prediction covers."""
 NEAR_TBT_SLO = 0.3
 """The share of the time that the TBT SLO leaves for a batch, from which on the batch is near the SLO. The
-error for a smaller batch says little about one at the SLO. Batches grow much between two heartbeats: with 0.5
-fewer requests are in time."""
+error for a smaller batch says little about one at the SLO. Batches grow much between two heartbeats: with a
+share of 0.5 fewer requests are in time."""
 MOST_TBT = 1.5
 """The largest factor of what a batch adds to an iteration."""
 
@@ -53,7 +53,7 @@ class _LatestErrors:
     """The latest errors of one kind.
 
     Args:
-        quantile: The share of errors that `factor` is not less than.
+        quantile: The share of the errors that `factor` covers.
         most: The largest factor.
     """
 
@@ -86,10 +86,8 @@ class _LatestErrors:
 
 
 class TTFTCorrection:
-    """A factor for each TTFT SLO, for all pairs together, or all instances that inline prompts.
-
-    An error of 10 ms near an SLO of 50 ms says nothing about one of 30 s.
-    """
+    """The factors of predicted TTFTs, one for each TTFT SLO, as an error near one SLO says nothing about
+    another SLO."""
 
     def __init__(self) -> None:
         self._by_slo: OrderedDict[float, _LatestErrors] = OrderedDict()
@@ -100,12 +98,12 @@ class TTFTCorrection:
     ) -> None:
         """Record the error of a first token's prediction.
 
-        Only predictions near the SLO are learned from, as other prompts have other lengths. Neither is a
-        probe: a request that was let in beyond its SLO.
+        Only predictions near the SLO are learned, as prompts of other lengths have other errors. Probes are
+        not learned: requests that were admitted although they were predicted to miss the SLO.
 
         Args:
             prediction: The prediction made at the placement.
-            delay_s: Predicted seconds of prompts that came later and were computed before.
+            delay_s: Predicted seconds of later prompts that were computed before this one.
             ttft_s: Seconds from the placement to the first token.
             ttft_slo_s: The request's TTFT SLO in seconds; None for none.
             now_s: The time.
@@ -131,9 +129,9 @@ class TTFTCorrection:
 class TBTCorrection:
     """The correction of what a batch adds to a predicted iteration, one for all decode instances.
 
-    Decode instances check again when prefill has ended (section 3). If they predicted 1% more than the
-    Conductor, the Conductor would let in one request after the other that all of them refuse after prefill.
-    Most of an iteration's time does not depend on the batch, so only the batch's part is corrected.
+    Decode instances check the TBT SLO again when prefill has ended (section 3). If they predicted 1% more
+    than the Conductor, it would go on admitting requests that all of them refuse after prefill. Most of an
+    iteration's time does not depend on the batch, so only the batch's part is corrected.
     """
 
     def __init__(self) -> None:
@@ -145,15 +143,15 @@ class TBTCorrection:
         Args:
             predicted_s: The TBT that the Conductor predicts.
             reported_s: The TBT that the instance predicts.
-            constant_s: The part of both to which no request adds.
+            constant_s: The part of both predictions that does not depend on the batch.
             now_s: The time.
         """
         if predicted_s > constant_s:
             self._errors.learn((reported_s - constant_s) / (predicted_s - constant_s), now_s)
 
     def corrected_s(self, predicted_s: float, constant_s: float, now_s: float) -> float:
-        """Return the corrected seconds of a predicted TBT.
+        """Return a predicted TBT in seconds, corrected.
 
-        `constant_s` is the part of it to which no request adds.
+        `constant_s` is the part of the prediction that does not depend on the batch.
         """
         return constant_s + self._errors.factor(now_s) * (predicted_s - constant_s)

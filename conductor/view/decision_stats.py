@@ -19,7 +19,7 @@ class Errors:
     """The histogram of absolute differences between predicted and actual times, in seconds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS_S) + 1))
-    """Numbers of errors by upper bound; the last bucket has no bound."""
+    """The number of errors in each bucket, by `ERROR_BOUNDS_S`; the last bucket has no bound."""
     sum_s: float = 0.0
     predicted_s: float = 0.0
     """The sum of predicted seconds."""
@@ -52,7 +52,7 @@ class MigrationReason(StrEnum):
 
 
 class MigrationOutcome(StrEnum):
-    """The end of a migration. Only with MOVED has the request moved."""
+    """The way in which a migration ended. Only with MOVED has the request moved."""
 
     MOVED = "moved"
     ENDED = "ended"
@@ -69,7 +69,7 @@ class MigrationOutcome(StrEnum):
 
 @dataclass(slots=True)
 class MigrationStats:
-    """Counts of migrations that have ended, and what they moved."""
+    """Counts of ended migrations, and their sums of time, bytes and tokens."""
 
     num_ended: Counter[tuple[MigrationReason, MigrationOutcome]] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -108,7 +108,7 @@ class DecisionStats:
         self.ttft.add(placement.prediction.ttft_s, ttft_s)
 
     def decoded(self, placement: Placement, gap_s: float) -> None:
-        """Record the mean seconds between the tokens of a request."""
+        """Record the actual mean seconds between the tokens of a request."""
         self.tbt.add(placement.prediction.gap_s, gap_s)
 
     def rejected(self, reason: Reason) -> None:

@@ -85,7 +85,7 @@ class CostEstimator:
 
         Args:
             slot: The slot of the instance.
-            kind: What is equal for instances of equal speed, whose costs `adopt` copies.
+            kind: A value that instances of equal speed have in common. `adopt` copies costs among them.
         """
         while len(self._has_scale) <= slot:
             self._has_scale.append(False)
@@ -116,12 +116,12 @@ class CostEstimator:
         return self._has_learned & is_alike
 
     def release(self, slot: int) -> None:
-        """Leave the slot without an instance, so that nobody adopts its costs."""
+        """Record that the slot has no instance any more, so that no other slot adopts its costs."""
         self._has_learned[slot] = False
 
     def quickest_alike(self, slot: int, first: float, second: float) -> int:
-        """Return the slot with the shortest predicted duration, of those of this kind that have learned;
-        `slot` itself if none has."""
+        """Return the slot with the shortest predicted duration among the instances of this slot's kind that
+        have learned; `slot` itself if none has."""
         constant_s, first_s, second_s = self._coefficients
         seconds = np.where(
             self._learned_alike(slot), constant_s + first * first_s + second * second_s, math.inf
@@ -197,8 +197,8 @@ class CostEstimator:
 
 
 def _outer(of: Sequence[float], squares: float, others: float) -> _Covariance:
-    """Return the outer product of three numbers, scaled by one factor on the diagonal and another one beside
-    it."""
+    """Return the outer product of three numbers with themselves. Its diagonal is scaled by `squares`, the
+    other elements by `others`."""
     a, b, c = of
     return squares * a * a, others * a * b, others * a * c, squares * b * b, others * b * c, squares * c * c
 
@@ -214,7 +214,7 @@ def _product(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 class DecodePool(NamedTuple):
-    """The decode instances together, as arrays by slot."""
+    """The decode instances as one: their number, slots and mean costs."""
 
     num_instances: int
     members: Floats

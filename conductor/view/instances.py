@@ -82,7 +82,7 @@ class Instance:
 
     @property
     def kind(self) -> tuple[str, str, int]:
-        """The facts that are equal for instances of equal speed: device, kernels, number of stages or
+        """The properties that instances of equal speed have in common: device, engine, number of stages or
         ranks."""
         registration = self.registration
         return registration.device, registration.engine, len(registration.shards)
@@ -94,14 +94,16 @@ class Instance:
 
     @property
     def max_sequence_blocks(self) -> int:
-        """Blocks of the longest sequence that fits into the idle instance, wherever its modules are, as they
-        may return at any time."""
+        """Blocks of the longest sequence that fits into the idle instance, with its modules at their present
+        place and with all of them back."""
         capacity = self.registration.capacity
         return min(capacity.num_pool_pages, capacity.num_device_pages, self.num_device_pages)
 
     def room_blocks(self, pool: PoolStats) -> int:
-        """Return the blocks of the longest sequence that fits when all assigned requests have ended. Pages of
-        `pool` that pins and pool clients use are subtracted."""
+        """Return the blocks of the longest sequence that fits when all assigned requests have ended.
+
+        The pages of `pool` that pins and pool clients use are subtracted.
+        """
         layout = self.registration.layout
         num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in self.requests.values())
         num_used_by_others = max(0, pool.num_used + pool.num_quarantined - num_assigned)
@@ -119,8 +121,8 @@ class Instance:
         return self.registration.capacity.num_device_pages if now is None else now
 
     def shares_cores(self, other: "Instance") -> bool:
-        """Return whether both instances compute on some of the same CPU cores, each while the other leaves
-        them idle."""
+        """Return whether the instances have CPU cores in common, on which each computes while the other
+        idles."""
         ours, theirs = self.registration, other.registration
         if ours.idle_cores.isdisjoint(theirs.idle_cores):
             return False
@@ -134,7 +136,7 @@ class Instance:
 class Instances:
     """All registered instances by name. At most one life of a name is registered.
 
-    A `stage` is one of `STAGES`; `settings` say which instances can do a request's part in one.
+    A `stage` is one of `STAGES`. The `settings` say which roles can do a stage.
     """
 
     def __init__(self, settings: PolicySettings) -> None:
@@ -156,17 +158,16 @@ class Instances:
         self._changed()
 
     def remove(self, name: str, until_s: float) -> None:
-        """Remove a life that has ended; the next one is expected until `until_s`."""
+        """Remove a life that has ended; the next life is expected until `until_s`."""
         self._lost[name] = (self._by_name.pop(name), until_s)
         self._emptying.pop(name, None)
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
-        """Expect the next life of a lost instance until `until_s`, as the instance has announced that it is
-        about to serve.
+        """Expect the next life of a lost instance until `until_s`, as the instance has announced it.
 
-        One that is not known may have been lost under an earlier Conductor; then all are expected until that
-        time at least.
+        An unknown instance may have been lost under an earlier Conductor. While instances of an earlier
+        Conductor are expected, all of them are then expected until `until_s` at least.
         """
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)
@@ -212,8 +213,8 @@ class Instances:
 
     @property
     def num_expected(self) -> int:
-        """The number of registered instances, or those of an earlier Conductor while they are expected
-        back."""
+        """The number of registered instances; or, while instances of an earlier Conductor are expected back,
+        their number if it is larger."""
         return max(len(self), 0 if self._all_expected_until_s is None else self._num_before)
 
     def lacks(self, stage: Role) -> bool:
@@ -243,8 +244,8 @@ class Instances:
             self._largest.clear()
 
     def largest(self, stage: Role) -> Instance | None:
-        """Return the instance for a stage that holds the longest sequence; lost ones that may return
-        count."""
+        """Return the instance for a stage that holds the longest sequence, among serving instances and lost
+        instances that may return."""
         if stage not in self._largest:
             lost = [instance for instance, _ in self._lost.values() if self._can(instance, stage)]
             expected = self.serving(stage) + lost
@@ -270,7 +271,7 @@ class Instances:
         return [instance for instance in self._by_name.values() if self._can(instance, stage)]
 
     def serving(self, stage: Role) -> list[Instance]:
-        """Return the instances for a stage that take requests."""
+        """Return the instances for a stage that take new requests."""
         return [instance for instance in self.able(stage) if instance.state is InstanceState.SERVING]
 
     def why_none(self, stage: Role) -> str:
@@ -288,9 +289,9 @@ class Instances:
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_lost_without(self, instance: Instance, role: Role | None = None) -> Role | None:
-        """Return the stage that no instance would do without this one, or with this one in another `role`.
+        """Return a stage for which no serving instance would be left if this one left, or switched to `role`.
 
-        None if every stage that this one can do would keep an instance.
+        None if there is no such stage.
         """
         for stage in STAGES:
             is_kept = role is not None and self._settings.can(role, stage)
@@ -311,7 +312,7 @@ class Instances:
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
 
     def max_sequence_blocks(self) -> int:
-        """Return the longest prompt and output that some expected pair can hold, in blocks; 0 without a
+        """Return the blocks of the longest sequence that some serving or expected pair can hold; 0 without a
         pair."""
         largest = [self.largest(stage) for stage in STAGES]
         return min(0 if instance is None else instance.max_sequence_blocks for instance in largest)

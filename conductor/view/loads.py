@@ -1,8 +1,7 @@
 """The requests that each instance has and has not ended, in arrays by slot (Mooncake, section 6.1).
 
-The arrays change with events, so that a decision only reads them. A slot is the instance's in the prefix
-index. Queues count requests that the Conductor has assigned and that have not ended, not what heartbeats
-report.
+The arrays change with events, so that a decision only reads them. Slots are those of the prefix index. Queues
+have the requests that the Conductor has assigned and that have not ended, whatever heartbeats report.
 
 Owns: roles, room, queues of prefills, batches of decodes. Does not know: messages, predictions of times.
 """
@@ -27,11 +26,12 @@ HEARTBEAT_S = 1.0
 class AssignedPrefill:
     """A prompt in the queue of a prefill instance.
 
-    Of the ordered prompts the one with the lowest `rank_s` is computed, the first of equals, as workers do.
+    Of the ordered prompts the one with the lowest `rank_s` is computed first, the earliest ordered of equals.
+    This is the workers' order, too.
     """
 
     left_s: float
-    """Predicted seconds of the part of the prompt that had not been computed when the prompt last began."""
+    """Predicted seconds to compute the rest of the prompt, as of the last time that the prompt began."""
     priority: int
     ordered_s: float | None = None
     """The time at which the prompt was ordered; None before."""
@@ -65,9 +65,9 @@ class Loads:
     inlines: NDArray[np.bool_]
     """Whether the decode instance computes prompts of its own requests."""
     prefill_room_blocks: NDArray[np.int64]
-    """Blocks of the longest sequence that fits the empty prefill instance; 0 for others."""
+    """Blocks of the longest sequence that fits into the prefill instance without requests; 0 for others."""
     decode_room_blocks: NDArray[np.int64]
-    """Blocks of the longest sequence that fits the empty decode instance; 0 for others."""
+    """Blocks of the longest sequence that fits into the decode instance without requests; 0 for others."""
     least_chunk_tokens: NDArray[np.int64]
     """Fewest tokens of an inlined prompt in an iteration with other requests; 0: as few as SLOs demand."""
     num_assigned: NDArray[np.int64]
@@ -75,8 +75,8 @@ class Loads:
     head_priority: NDArray[np.int64]
     """The priority of the prompt that is being computed."""
     utilisation: Floats
-    """U of BanaServe's equation 37, compute and memory in use, 0 to 2, as of the last heartbeat, and the
-    predicted compute of the prompts that were assigned since."""
+    """U of BanaServe's equation 37, from 0 to 2: the shares of compute and memory in use as of the last
+    heartbeat, plus the predicted compute of the prompts that were assigned since."""
     queued_s: Floats
     """Predicted seconds of all assigned prefills that have not ended."""
     behind_head_s: Floats
@@ -92,20 +92,17 @@ class Loads:
     num_decoding_tokens: Floats
     """Prompt tokens of the requests in `num_decoding`."""
     num_awaiting_turn: Floats
-    """Decoding requests that wait at the double check for the batch's TBT to fall, as of the last heartbeat,
-    corrected since. Requests that wait for a slot do not count."""
+    """Requests of `num_decoding` that wait at the double check for the batch's TBT to fall: the last
+    heartbeat's number, updated since. Requests that wait for a batch slot do not count."""
     num_prompts: Floats
     """Assigned prompts that have not been computed."""
     max_batch: Floats
-    """Batch slots of the instance: requests that it decodes together, while others wait.
-
-    1 without an instance.
-    """
+    """Batch slots of the instance: the most requests that it decodes together. 1 without an instance."""
 
     def __init__(self) -> None:
         self._prefills: list[_Prefills] = []
         self._queued_s: dict[int, Floats] = {}
-        """`queued_s` by priority, of the priorities that some prompt has."""
+        """`queued_s` by priority, for each priority that a queued prompt has."""
         self._num_queued: Counter[int] = Counter()
         self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((5, 0), np.int64), np.zeros((11, 0)))
 
@@ -185,7 +182,7 @@ class Loads:
         self.set_room(slot, room_blocks)
 
     def set_room(self, slot: int, num_blocks: int) -> None:
-        """Set the blocks of the longest sequence that fits the empty instance."""
+        """Set the blocks of the longest sequence that fits into the instance without requests."""
         self.prefill_room_blocks[slot] = num_blocks if self.is_prefill[slot] else 0
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
 
@@ -200,8 +197,8 @@ class Loads:
         return left_s if behind_s is None else left_s - behind_s
 
     def behind_s(self, priority: int) -> Floats | None:
-        """Return the predicted seconds of queued prompts that are computed after one of `priority`; None if
-        none is."""
+        """Return the predicted seconds of the queued prompts that a new prompt of `priority` overtakes; None
+        if it overtakes none on any instance."""
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
             return None
@@ -248,7 +245,8 @@ class Loads:
     ) -> float | None:
         """Remove a prompt that has been computed or is cancelled, so that the next one begins. Idempotent.
 
-        Returns the seconds that the prompt took behind those before it; None if unknown.
+        Returns the seconds that the prompt took since it was ordered, or since the prompt before it ended if
+        that was later; None if they are unknown.
         """
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id, None) or prefills.ordered.get(request_id)
@@ -279,10 +277,8 @@ class Loads:
         return bool(self._prefills[slot].ordered)
 
     def has_begun(self, slot: int, request_id: str) -> bool:
-        """Return whether the prompt has been first in its instance's order, and so is believed to have begun.
-
-        The instance does not report that.
-        """
+        """Return whether the prompt has ever been the next in its instance's order, so that it is believed to
+        have begun. Instances do not report the beginning."""
         prefill = self._prefills[slot].ordered.get(request_id)
         return prefill is not None and prefill.has_begun
 
@@ -310,15 +306,15 @@ class Loads:
         self.num_kv_tokens[slot] += num_tokens
 
     def begin_decode(self, slot: int, num_tokens: int) -> None:
-        """Record that a prefill has ended. The request waits at the double check if others do."""
+        """Record that a prefill has ended. The request waits at the double check if other requests do."""
         self.num_decoding[slot] += 1
         self.num_decoding_tokens[slot] += num_tokens
         self.num_awaiting_turn[slot] += self.num_awaiting_turn.item(slot) > 0
 
     def end_decode(self, slot: int, num_tokens: int, *, has_begun: bool) -> None:
-        """Undo `assign_decode`, and `begin_decode` if the request has begun.
+        """Undo `assign_decode`, and `begin_decode` if decode has begun.
 
-        A waiting request then joins the batch.
+        In the latter case one of the requests that wait at the double check is assumed to join the batch.
         """
         self.num_assigned[slot] -= 1
         self.batch_size[slot] -= 1

@@ -1,6 +1,7 @@
 """Predicted costs of moving a running request to another decode instance.
 
-Blocks that the destination's pool holds do not travel; the prefix index knows those of the prompt.
+Blocks that the destination's pool holds do not travel. The prefix index knows which blocks of the prompt it
+holds.
 
 Owns: this prediction. Does not know: which requests move, and why.
 """

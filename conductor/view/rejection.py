@@ -1,4 +1,8 @@
-"""Reasons for which a request is rejected, with the HTTP status and the text for the client. Pure values."""
+"""Reasons for which a request is rejected, with their HTTP status. Pure values.
+
+The text for the client is here for an SLO that a prediction misses (`Rejection`). Other reasons get their
+text where they are found: in `conductor.policy`, `conductor.requests.placer`, `conductor.admission.quotas`.
+"""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -31,9 +35,10 @@ _KEPT_FOR = {Reason.TTFT: "for longer prompts", Reason.TBT: "as a margin"}
 
 
 class Rejection(NamedTuple):
-    """Algorithm 1, line 26: the prediction misses an SLO."""
+    """The rejection of a request that a prediction expects to miss an SLO (Algorithm 1, line 26)."""
 
     reason: Reason
+    """`Reason.TTFT` or `Reason.TBT`."""
     predicted_s: float
     slo_s: float
     retry_after_s: float

@@ -4,8 +4,8 @@
 
 "It is determined not only by the size of the transferred data but also by the current network status,
 especially whether the sending node is under congestion." Heartbeats report the bytes in flight between any
-two messengers, and their recent bandwidth. An instance without transfers so far is taken to be like the
-others.
+two messengers, and their recent bandwidth. An instance without transfers so far is assumed to have the
+typical bandwidth.
 
 Owns: traffic by slot. Does not know: why blocks are fetched, prefills.
 """
@@ -19,11 +19,12 @@ from mooncake.messages.pools import PoolStats
 LATENCY_S = 1e-3
 """Seconds of a transfer without bytes."""
 GENERIC_BYTES_PER_S = 10e9
-"""Bytes a second before the first transfer. High rather than low, as nothing is learned without fetches."""
+"""Bytes a second assumed before the first transfer: too high rather than too low, as without fetches nothing
+is learned."""
 SSD_BYTES_PER_S = 2e9
 """Bytes a second at which blocks come from SSD to DRAM."""
 _RISE, _FALL = 0.3, 0.05
-"""The weights of reports of more and of less bandwidth than before: small transfers are always slow."""
+"""The weights of a report of more bandwidth than before, and of less: small transfers are always slow."""
 
 
 class TransferEstimator:
@@ -35,9 +36,9 @@ class TransferEstimator:
         self.ordered_bytes = np.zeros(0)
         """Bytes of fetches from each instance that are ordered and whose prefills have not ended."""
         self._bytes_per_s: dict[int, float] = {}
-        """The recent bandwidth between an instance and others, as either side reports it."""
+        """The recent bandwidth between an instance and all others, by slot, as either side reports it."""
         self._typical_bytes_per_s: float | None = None
-        """The recent bandwidth between any two instances."""
+        """The recent bandwidth between instances, as all reports together say; None before the first."""
         self._reported: dict[int, dict[int, int]] = {}  # by reporter: bytes between it and other slots
 
     def reset(self, slot: int) -> None:
@@ -76,7 +77,7 @@ class TransferEstimator:
         self._typical_bytes_per_s = _followed(self._typical_bytes_per_s, bytes_per_s)
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
-        """Return the bytes in flight before a new fetch from each of these instances."""
+        """Return the bytes that go before a new fetch, for each of these sources."""
         return np.maximum(self.in_flight_bytes, self.ordered_bytes)[slots]
 
     def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:

@@ -77,7 +77,8 @@ class Forecast(ABC):
         """The paper's t_d: the mean seconds for which a request is decoded; infinite before the first one."""
         self._num_decoded = 0
         self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_ITERATIONS)
-        """Expected requests by the end of their prefill; decoded ones by a number of iterations."""
+        """Expected requests by the end of their prefill in seconds; decoded ones by an iteration count, at
+        which their decode began (system level) or is expected to end (request level)."""
 
     @property
     def everything(self) -> PromptTotals:
@@ -116,7 +117,7 @@ class Forecast(ABC):
 
 
 class SystemForecast(Forecast):
-    """The forecast in which requests are decoded for as many iterations as the latest ones."""
+    """The forecast by the lengths of the latest decodes, the same for every request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +197,8 @@ class OutputLengths:
         self._by_kind: OrderedDict[BlockKey, deque[int]] = OrderedDict()
 
     def expected(self, request: Request) -> int:
-        """Return the expected tokens of the request's output: the 0.7 quantile of the latest of its kind, at
-        most `max_tokens`."""
+        """Return the expected length of the request's output in tokens: the 0.7 quantile of the latest
+        outputs of its kind, at most `max_tokens`."""
         lengths = self._by_kind.get(request.block_keys[0]) if request.block_keys else None
         if lengths is None or len(lengths) < _FEWEST_OF_KIND:
             lengths = self._all

@@ -1,9 +1,9 @@
 """The lengths of decodes: the share of requests of a given age that will still be decoded later.
 
-The paper takes one time t_d for all requests (section 7.4). Where outputs differ in length, that removes long
-ones while they are still decoded, and admits requests that do not fit beside them. Here a request of some age
-counts by the share of the latest decodes of at least that age which lasted until the time in question. If all
-decodes are equally long, this is the paper's rule.
+The paper takes one time t_d for all requests (section 7.4). Where outputs differ in length, a forecast by t_d
+removes long outputs while they are still decoded, and admits requests that do not fit beside them. Here a
+request of age a counts at a time t from now by the share of decodes that lasted for a + t, among the latest
+decodes that lasted for a. If all decodes are equally long, this is the paper's rule.
 
 Time is counted in iterations: a growing batch makes iterations longer, but not outputs.
 
