@@ -1,1 +1,1 @@
-"""Rules that follow the load without IO: which requests move, and which roles instances have."""
+"""Rules that follow the load, without IO: which requests and modules move, which roles instances have."""

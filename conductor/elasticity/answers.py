@@ -2,8 +2,8 @@
 
 Requests with similar prompts and limits have similar answers. Answers that are still being decoded count as
 at least as long as they are now (Kaplan and Meier, 1958), so long answers are not overlooked because only
-short ones have ended. Nor are they counted twice: an answer that began before the time of which all ends are
-known counts from the length that it had then (left truncation: Turnbull, 1976).
+short ones have ended. Nor are long answers counted too often: all ends are known only from some time on, and
+an answer that began before counts from the length that it had then (left truncation: Turnbull, 1976).
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.
 """
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 _NUM_RECENT = 64
-"""Answers of a kind that are remembered."""
+"""The most answers of a kind that are remembered."""
 _NUM_KINDS = 256
-"""Kinds that are remembered; the one that was updated least recently is dropped first."""
+"""The most kinds that are remembered; the kind that was updated least recently is dropped first."""
 _FEWEST_OF_KIND = 6
-"""Ended answers of a kind from which on the mean of the kind is known."""
+"""The number of ended answers from which on a kind's own answers are used instead of all answers."""
 
 
 class AnswerKind(NamedTuple):
@@ -70,13 +70,13 @@ class AnswerLengths:
     def means(
         self, kinds: Iterable[AnswerKind], running: Iterable[RunningAnswer], since_s: float
     ) -> dict[AnswerKind, float]:
-        """Return the expected length of each kind's answers.
+        """Return the expected length in tokens of each kind's answers.
 
         Args:
             kinds: The kinds that are asked for.
             running: The answers that are being decoded.
-            since_s: The time since when the load has been the same. Only answers that began after it are
-                used; while few of these have ended, earlier ones are used too.
+            since_s: The time since when the load has been the same. Answers that began before are not used,
+                except ended ones while few later answers have ended.
         """
         by_kind: dict[AnswerKind, list[RunningAnswer]] = {}
         for answer in running:
@@ -108,14 +108,14 @@ def mean_length(
 ) -> float:
     """Estimate the mean length of answers, of which some have ended and others are still growing.
 
-    If the longest answers have not ended, they are expected to become as long as earlier ones that were
-    longer, or else twice as long as they are now.
+    If the longest answer has not ended, it is expected to become as long as the answers in `earlier` that are
+    longer, on average; without such answers, twice as long as it is now.
 
     Args:
         lengths: The lengths so far, those of ended answers first.
         num_ended: The number of answers that have ended.
-        known_from: The lengths from which on each answer was watched: had it ended before, it would not be
-            among them. None: all from their beginning.
+        known_from: The length from which on each answer was watched: an answer that had ended before would
+            not be in `lengths`. None: each was watched from its beginning.
         earlier: The lengths of answers of an earlier load.
     """
     all_lengths = np.array(lengths)

@@ -1,14 +1,14 @@
-"""The share of a load that a division into prefill and decode can serve within its SLOs.
+"""The share of a load that a division into prefill and decode instances can serve within its SLOs.
 
-DistServe (OSDI 2024, section 4) chooses the division offline, for a load that is known; Splitwise (ISCA 2024,
-section 4.1) lets machines of a mixed pool do what is short. Here the same question is asked every few
-seconds, of the load that arrives.
+DistServe (OSDI 2024, section 4) chooses the division offline, for a known load; Splitwise (ISCA 2024, section
+4.1) has a mixed pool whose machines do the stage that lacks machines. Here the division is judged every few
+seconds, for the load that arrives. The strain of a stage is:
 
-    prefill    seconds of prefill that arrive in a second, by instances
-    decode     tokens that arrive in a second, by what instances draw in a second with the largest batch
-               within the TBT SLO
+    prefill    seconds of prefill that arrive in a second, divided by the number of instances
+    decode     tokens to be drawn that arrive in a second, divided by the tokens that all instances draw in a
+               second with the largest batch within the TBT SLO
 
-Owns: this comparison. Does not know: how the load was measured, what is done about it; costs of a batch
+Owns: this comparison. Does not know: how the load was measured, what is done about it, what a batch costs
 (`conductor.performance.model`).
 """
 
@@ -35,14 +35,14 @@ class Division(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A load of both stages, in instances that it would keep busy all the time."""
+    """The work of a load, in instances that it would keep busy all the time, by stage."""
 
     prefill: float
     decode: float
 
 
 class Strain(NamedTuple):
-    """The work of each stage divided by its instances. At 1 they are fully used."""
+    """The work of each stage divided by the number of its instances, which are fully used at 1."""
 
     prefill: float
     decode: float
@@ -53,13 +53,14 @@ class Strain(NamedTuple):
 
     @property
     def served(self) -> float:
-        """The share of requests, from 0 to 1, that is served within SLOs. Each request needs both stages."""
+        """The share of requests, from 0 to 1, that is served within SLOs. The more strained stage decides, as
+        each request needs both."""
         return min(1.0, FULL_SHARE / max(*self, _LEAST))
 
 
 @dataclass(frozen=True, slots=True)
 class DivisionCapacity:
-    """Shares of one load that different divisions of instances can serve."""
+    """The strain of one load on different divisions of instances."""
 
     load: OfferedLoad
     decode: DecodeCapacity
@@ -72,14 +73,15 @@ class DivisionCapacity:
         return Work(self.load.prefill_s, self.load.num_output_tokens / tokens_per_s)
 
     def requests_per_s(self, division: Division) -> float:
-        """Return the requests a second, of this load's kind, up to which all are served within their SLOs."""
+        """Return the most requests a second that a division serves within their SLOs, if they are like those
+        of this load."""
         return FULL_SHARE * self.load.num_requests / max(*self.strain(division), _LEAST)
 
     def strain(self, division: Division) -> Strain:
         """Return the strain of a division under this load.
 
-        With inlining decode instances compute the prompts that are too many for the prefill instances, as far
-        as they can.
+        With inlining, decode instances compute the prompts beyond the capacity of the prefill instances, as
+        far as they can.
         """
         work, (num_prefill, num_decode) = self.work, division
         decode = work.decode / max(num_decode, _LEAST)
@@ -93,11 +95,11 @@ class DivisionCapacity:
         """Return the share of its time in which a decode instance can compute prompts beside its part of the
         load.
 
-        Iterations with chunks of prompts may take a share of the TBT SLO, and the chunks get what the batch
-        leaves of it. Without an SLO only the batch's own work is a limit.
+        Iterations with chunks of prompts may take a share of the TBT SLO, and the chunks get the time that
+        the batch leaves. Without an SLO the chunks get all the time that decode does not need.
 
         Args:
-            work: The instance's decode work, as a share of all that it can do.
+            work: The instance's decode work, as a share of its decode capacity.
         """
         decode, kv_tokens = self.decode, self.load.mean_kv_tokens
         if decode.tbt_slo_s is None:

@@ -1,7 +1,7 @@
 """The control loop of elasticity, which moves requests, changes roles and moves modules by rules.
 
-Each gap has one tool: requests move where an SLO is at stake, roles change where a stage lacks an instance,
-and modules move between instances of one host when neither does.
+Requests move where an SLO is at stake, roles change where a stage lacks an instance, and modules move between
+instances of one host where neither is the case.
 
 Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
 a request moves (`conductor.requests.migrations`), how an instance changes its role
@@ -37,14 +37,14 @@ RULES = (relieve, keep_headroom, defragment)
 """The rules of moves, the most urgent first."""
 
 THRESHOLDS = Thresholds()
-"""The parameters of moves of modules."""
+"""The parameters of module moves."""
 MODULES_PERIOD_S = 10.0
 """Seconds between two plans of module moves, in which new heartbeats arrive."""
 MODULES_AGAIN_S = 60.0
-"""Seconds after an order to move modules for which no more modules of the same instance leave."""
+"""Seconds after an order to move modules of an instance in which none of its modules leave again."""
 
 OVERLOADED = 429
-"""The HTTP status of rejections because of the load, the only ones that count as demand not served."""
+"""The HTTP status of rejections because of the load: only these count as demand that was not served."""
 
 
 class Elasticity:
@@ -55,7 +55,7 @@ class Elasticity:
         migrations: The component that moves requests.
         roles: The component that changes roles.
         modules: The component that moves modules.
-        settings: Which of these is on.
+        settings: The settings that say which of these are on.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Elasticity:
     # -- what happens -------------------------------------------------------------------------------
 
     def submitted(self, tracked: TrackedRequest, now_s: float) -> None:
-        """Count a request that a client has sent, and that has been placed, queued or rejected since then.
+        """Count a request that a client has sent, after it was placed, queued or rejected.
 
-        A prompt that would be late even on an idle instance is not counted as work.
+        The work of a request without a pair is not counted if it would be late even on an idle instance.
         """
         if self.rebalancer is None:
             return
@@ -98,8 +98,8 @@ class Elasticity:
         self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
 
     def _prefill_s(self, tracked: TrackedRequest) -> float:
-        """Return the seconds of prefill of an unplaced request on the instance that holds most of its
-        prompt."""
+        """Return the mean predicted prefill seconds of an unplaced request, whose longest stored prefix is
+        reused."""
         costs, layout = self._view.mean_prefill_costs(), self._view.layout
         if costs is None or layout is None:
             return 0.0
@@ -148,7 +148,7 @@ class Elasticity:
     def _wanted(self, batches: list[InstanceBatch]) -> Iterator[Move]:
         """Yield the moves that the rules ask for.
 
-        All rules see the present batches, so an instance takes part in one move only.
+        All rules see the present batches, so an instance takes part in moves of one rule only.
         """
         taken: set[str] = set()
         for rule in RULES:
@@ -173,8 +173,8 @@ class Elasticity:
         return self._roles.switch(instance, change.after, now_s)
 
     def _move_modules(self, now_s: float) -> list[Effect]:
-        """Return the orders to move an instance's modules, or to return them; none while a request,
-        role or module moves."""
+        """Return the order to move modules of one instance to a helper, or back; none while a request, role
+        or module moves."""
         if now_s - self._modules_looked_s < MODULES_PERIOD_S or self._requests.migrating:
             return []
         if any(of.state is InstanceState.SWITCHING or place_of(of).is_moving for of in self._instances):

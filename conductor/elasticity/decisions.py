@@ -1,8 +1,8 @@
-"""The decisions of the rebalancer: the change, its reason in numbers, its predicted benefit, and later its
+"""The decisions of the rebalancer: a change, its reason in numbers, its predicted benefit, and later its
 outcome.
 
-Owns: these values, and the share of arrivals that was accepted in a time. Does not know: how decisions are
-made, who shows them.
+Owns: these values, and the share of arrivals that was accepted in a span of time. Does not know: how
+decisions are made, who shows them.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class Change(NamedTuple):
     """The share of the expected requests that is served within SLOs."""
     served_after: float
     benefit_s: float
-    """Seconds of the whole cluster's time that the change gains, as long as the load stays as it is."""
+    """Seconds of the whole cluster's time that the change gains in the expected duration of the load."""
     cost_s: float
     """Seconds of the whole cluster's time that the change takes."""
 
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
     took_s: float
     """Seconds until the instance took requests in its new role."""
     accepted_after: float = 0.0
-    """The share of arrivals that were not rejected for some seconds after the change."""
+    """The share of arrivals that were not rejected in the seconds after the change."""
     note: str = ""
     """The reason why the change was not made; empty if it was made."""
 
@@ -60,7 +60,7 @@ class Decision:
     at_s: float
     change: Change
     accepted_before: float
-    """The share of arrivals that were not rejected in the time before the decision."""
+    """The share of arrivals that were not rejected in the seconds before the decision."""
     done_s: float | None = None
     """The time at which the instance took requests in its new role; None before."""
     outcome: Outcome | None = None

@@ -1,7 +1,7 @@
 """The load that clients offer: prefill and decode work of the latest arrivals, accepted or not.
 
 Arrivals count as far back as the load has been the same (adaptive windowing: Bifet and Gavalda, 2007). In a
-steady load a minute of arrivals is averaged; after a step, only the seconds from the step on.
+steady load a minute of arrivals is averaged; after a step of the load, only the seconds since the step.
 
 Owns: arrivals, changes of the load. Does not know: instances, what is done about the load.
 """
@@ -18,21 +18,22 @@ import numpy.typing as npt
 from conductor.elasticity.answers import AnswerKind, AnswerLengths, RunningAnswer
 
 WINDOW_S = 60.0
-"""Seconds for which an arrival counts at most."""
+"""The most seconds for which an arrival counts."""
 _SIGNIFICANT = 4.0
-"""Standard deviations by which the latest seconds must differ from those before to count as a change. The
-window is divided in many ways, so a smaller difference would often occur by chance."""
+"""Standard deviations by which the load of the latest seconds must differ from the load before to count as a
+change. The window is divided in many ways, so a smaller difference would often occur by chance."""
 _LEAST_CHANGE = 1.3
 """The ratio of rates below which a difference counts as no change, however significant."""
 _FEWEST_ARRIVALS = 6
 """Arrivals below which no change of the load is reported."""
 MOST_LEFT_S = 120.0
-"""Seconds for which a load is expected to stay as it is at most."""
+"""The most seconds for which a load is expected to stay as it is."""
 _NUM_PAST, _FEWEST_PAST = 8, 3
-"""The number of past loads that are remembered, and the number that suffices to predict how long loads stay.
+"""The number of past loads that are remembered, and the number that suffices to predict how long loads last.
 """
 _MOST_OF_MEAN = 4.0
-"""The largest amount, in means, that counts as ordinary for one kind and second."""
+"""The largest mean work per request that counts for one kind and second in the search for changes, as a
+multiple of the mean of all requests."""
 
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -47,7 +48,7 @@ class _Arrivals:
     num_requests: int = 0
     num_prompt_tokens: int = 0
     prefill_s: float = 0.0
-    """Prefill seconds that these requests take of a prefill instance."""
+    """Predicted prefill seconds of these requests."""
     prefill_squares: float = 0.0
     """The sum of the squares of each request's prefill seconds."""
 
@@ -65,7 +66,7 @@ class OfferedLoad(NamedTuple):
     window_s: float
     """Seconds for which the load has been the same, as far as is known."""
     was_burst: bool = False
-    """Whether the load is over: the later half of `window_s` had less than a quarter of the mean rate."""
+    """Whether the load is over: the later half of `window_s` had less than a quarter of its mean rate."""
 
     @property
     def mean_kv_tokens(self) -> float:
@@ -75,7 +76,7 @@ class OfferedLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Demand:
-    """The requests that have arrived in the latest time, and the load that they are."""
+    """The latest arrivals, and the load that they are."""
 
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     num_changes: int = 0
@@ -83,7 +84,7 @@ class Demand:
     _arrivals: deque[_Arrivals] = field(default_factory=deque)
     """Arrivals by second and kind, so that memory does not grow with the rate of requests."""
     _latest: dict[AnswerKind, _Arrivals] = field(default_factory=dict)
-    """The arrivals of the latest second that had any."""
+    """The arrivals of the latest second that had any, by kind."""
     _began_s: float | None = None
     """The time since when the load has been the same."""
 
@@ -140,22 +141,21 @@ class Demand:
         return began_s
 
     def _clearest_change(self, means: dict[AnswerKind, float], began_s: float, now_s: float) -> float | None:
-        """Find the time of the change of the load that is the least like chance; None if the load has been
-        the same since `began_s`.
+        """Return the time of the most significant change of the load; None if the load has been the same
+        since `began_s`.
 
-        The latest seconds, however many, are compared with those before them, by the work of both stages.
+        At each whole second in between, the rates of work of both stages before and after it are compared.
         """
         now, first = math.floor(now_s), math.floor(began_s)
         nums = np.array([of.num_requests for of in self._arrivals])
         borders = np.arange(now - 1, math.ceil(began_s), -1, dtype=np.float64)
-        """The seconds at which the latest part may begin that is compared with the time before, latest
-        first."""
+        """The times at which the load may have changed, the latest first."""
         if not len(borders) or nums.sum() < _FEWEST_ARRIVALS:
             return None
         ages = now - np.array([of.second for of in self._arrivals])
 
         def by_border(amounts: npt.NDArray[Any]) -> tuple[Floats, Floats]:
-            """Return the sums of the amounts that have arrived since each border, and before each border."""
+            """Return the sums of the amounts that have arrived since each border, and of those before it."""
             sums = np.bincount(ages, amounts, now - first + 1).cumsum()
             recent = sums[1 : len(borders) + 1]
             return recent, sums[-1] - recent
@@ -188,18 +188,19 @@ def _surprises(
 ) -> Floats:
     """Return, for each border, how significantly the rates of work before and after it differ.
 
-    The sum of n amounts that arrive at random has a variance of the sum of their squares. The deviation is
-    computed as if both parts were one load, so that a part with few arrivals has no deviation near 0.
+    The variance of a sum of amounts that arrive at random is the sum of their squares. The deviation is
+    computed as if the time before and after a border had one load, so that it is not near 0 where one of them
+    has few arrivals.
 
     Args:
         recent: Work since each border, `[n]`.
-        before: Work before it, `[n]`.
+        before: Work before each border, `[n]`.
         recent_s: Seconds since each border, `[n]`.
-        before_s: Seconds before it, `[n]`; both together are the same for all borders.
+        before_s: Seconds before each border, `[n]`; `recent_s + before_s` is the same for all borders.
         sum_of_squares: The squares of all amounts of work, summed.
 
     Returns:
-        The differences of the rates in standard deviations, `[n]`; 0 for those too small to matter.
+        The differences of the rates in standard deviations, `[n]`; 0 for a difference too small to matter.
     """
     recent_rates, before_rates = recent / recent_s, before / before_s
     mean_square = sum_of_squares / (recent_s[0] + before_s[0])
@@ -222,13 +223,13 @@ class Persistence:
 
     def __init__(self) -> None:
         self.past: deque[Past] = deque(maxlen=_NUM_PAST)
-        """The loads before, oldest first."""
+        """The earlier loads, oldest first."""
         self._changed_s: float | None = None
         self._latest: OfferedLoad | None = None
-        """The load when it was last noted."""
+        """The load at the latest call of `note`."""
 
     def note(self, load: OfferedLoad, has_changed: bool, now_s: float) -> None:
-        """Record the present load. `has_changed`: whether it is a new one."""
+        """Record the present load. `has_changed`: whether it has changed since the last call."""
         if has_changed:
             if self._changed_s is not None and self._latest is not None:
                 self.past.append(Past(self._latest, now_s - self._changed_s))
@@ -241,10 +242,10 @@ class Persistence:
         return len(self.past) >= _FEWEST_PAST
 
     def left_s(self, window_s: float) -> float:
-        """Return the seconds for which a load that has been the same for `window_s` is expected to stay so.
+        """Return the seconds for which a load that has been the same for `window_s` is expected to go on.
 
-        It is expected to last, in all, as long as the lower quartile of the earlier loads did, and at least
-        as long again as until now; but no longer than `MOST_LEFT_S` from now.
+        Its whole duration is expected to be the lower quartile of the earlier loads' durations. But it goes
+        on for at least `window_s`, and at most `MOST_LEFT_S`.
         """
         lasted_s = sorted(past.lasted_s for past in self.past)
         usual_s = lasted_s[len(lasted_s) // 4] if lasted_s else WINDOW_S

@@ -1,7 +1,7 @@
 """The decode instances of a host as Algorithm 1 of BanaServe sees them: devices with modules.
 
-Computing is measured by the tokens that an instance draws, wherever its modules are; here it counts where
-these are. Layers take their part of an iteration, KV heads their part of its attention.
+Computing is measured by the tokens that an instance draws, wherever its modules are. Here each module's part
+is counted at the device where the module is: a layer's part of an iteration, a KV head's part of attention.
 
 Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
 """
@@ -28,7 +28,7 @@ def devices_by_host(view: ClusterView, instances: Instances, modules: Modules) -
 
 def _devices(view: ClusterView, instances: list[Instance], modules: Modules) -> list[Device]:
     hosted = defaultdict[str, float](float)
-    """Compute of modules of others, by helper."""
+    """The compute share that modules of other instances take, by helper."""
     found = []
     for instance in instances:
         used = view.utilisation.of(instance.name)
@@ -46,8 +46,8 @@ def _with_hosted(device: Device, compute: float) -> Device:
 
 
 def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules) -> tuple[Device, float]:
-    """Return an instance as a device without other instances' modules, and the share of its computing that
-    its helper does."""
+    """Return an instance as a device without the modules that it hosts, and the compute share that its own
+    modules take at its helper."""
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
     assert slot is not None
     assert instance.heartbeat is not None

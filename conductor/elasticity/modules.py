@@ -1,14 +1,16 @@
-"""Adaptive module migration: layers and KV heads go from devices that are used much to those that are used
-little (BanaServe, section 4.4.1, Algorithm 1).
+"""Adaptive module migration: layers and KV heads go from much used devices to little used ones (BanaServe,
+section 4.4.1, Algorithm 1).
 
     line 5     load[d] is the utilisation U of a device, compute and memory (equation 32)
     6, 7       overloaded: load[d] - min(load) > delta_up; underloaded: max(load) - load[d] > delta_up (33)
-    10, 11     the pair with the largest gap Delta (34)
-    12 to 15   layers, or KV heads for what is left: as many as halve the gap, or as T_budget allows (2)
-    17         loads are what they will be then
+    10, 11     the pair with the largest gap Delta is taken (34)
+    12 to 15   layers move, or KV heads for the rest of the gap: as many as level both loads, or as T_budget
+               allows (2)
+    17         the loads are updated to those after the move
 
-A move must pay: benefit / cost >= rho (35). Modules at a helper return when the gap would then be at most
-delta_down (hysteresis). In a plan a device gives or takes, and a helper takes of one owner.
+A move must pay: benefit / cost >= rho (35). Modules at a helper return when the gap would be at most
+delta_down afterwards (hysteresis). In one plan a device is either owner or helper, and a helper has one
+owner.
 
 Owns: this policy. Does not know: where figures come from, how modules move.
 """
@@ -30,11 +32,11 @@ class Kind(Enum):
 
 
 class MovableModules(NamedTuple):
-    """Modules of one kind that may leave a device, all alike."""
+    """The equal modules of one kind that may leave a device."""
 
     num: int
     used: Used
-    """The shares of the device that one module takes while all modules are on the device."""
+    """The shares of the device's compute and memory that one module takes."""
     transfer_s: float
     """Seconds in which one module's state is copied (equations 4 and 11)."""
 
@@ -49,11 +51,11 @@ class Away(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An instance's device that can exchange modules with the others in its list."""
+    """An instance's device, which can exchange modules with the other devices of its host."""
 
     name: str
     used: Used
-    """The shares of the device that are in use, for modules of other instances too."""
+    """The shares of the device that are in use, by its own modules and by those of other instances."""
     modules: dict[Kind, MovableModules]
     """The modules that may leave the device, without kinds that the device does not support."""
     away: Away | None = None
@@ -79,8 +81,8 @@ class Thresholds:
 
 
 class ModuleMove(NamedTuple):
-    """A move of modules of `owner` to `helper`; with `kind` None, the return of all of the owner's modules
-    from `helper`."""
+    """A move of `num` modules of `owner` to `helper`; or, if `kind` is None, the return of all of the owner's
+    modules from `helper`."""
 
     owner: str
     helper: str
@@ -93,13 +95,13 @@ class ModuleMove(NamedTuple):
 
 
 def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
-    """Return the moves that level the utilisation of devices: first returns, then the largest gaps."""
+    """Return the moves that level the utilisation of devices: returns first, then the largest gaps first."""
     loads = {device.name: device.used.utilisation for device in devices}
     moves = list(_returns(devices, loads, thresholds))
     settled = {name for move in moves for name in (move.owner, move.helper)}
     able = [device for device in devices if device.away is None and device.name not in settled]
     given: dict[tuple[str, Kind], str] = {}
-    """The helpers of this plan, by owner and kind."""
+    """The helpers in this plan, by owner and kind of module."""
     while (move := _next(able, loads, given, thresholds)) is not None:
         assert move.kind is not None
         moves.append(move)
@@ -128,7 +130,8 @@ def _next(
     given: dict[tuple[str, Kind], str],
     thresholds: Thresholds,
 ) -> ModuleMove | None:
-    """Return the best move between the pair of devices with the largest gap that pays; None without any."""
+    """Return a move between the pair of devices with the largest gap for which a move pays; None if none
+    pays."""
     least, most = min(loads.values(), default=0.0), max(loads.values(), default=0.0)
     delta, owner_of = thresholds.delta_up, {helper: owner for (owner, _), helper in given.items()}
     overloaded = [of for of in able if loads[of.name] - least > delta and of.name not in owner_of]
@@ -153,9 +156,9 @@ def _next(
 def _move(
     owner: Device, helper: Device, kind: Kind, gap: float, load: float, thresholds: Thresholds
 ) -> ModuleMove | None:
-    """Return the move of as many modules of a kind as level both devices; None if no number pays.
+    """Return the move of as many modules of a kind as level both devices; None if it does not pay.
 
-    `load` is the owner's remaining utilisation: less when layers have moved already.
+    `load` is the owner's utilisation in the plan so far, without the modules that have been moved in it.
     """
     modules = owner.modules.get(kind)
     if modules is None or modules.used.utilisation <= 0:

@@ -1,9 +1,10 @@
-"""The rebalancer: changes roles of instances as the load changes, one at a time (Mooncake, section 10).
+"""The rebalancer, which changes roles of instances as the load changes, one at a time (Mooncake, section 10).
 
     measure    the work that arrives, in instances of each stage (`demand`, `capacity`)
-    compare    the share of it that is served now, and with one more prefill or one more decode instance
-    decide     if that pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35)
-    follow     when the change is done, and how many requests are rejected before and after it
+    compare    the share of requests that is served now, with one more prefill and with one more decode
+               instance
+    decide     on a change that pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35)
+    follow     the change until it is done, and the share of rejections before and after it
 
 A change must not break an SLO that is met: the instance's requests must fit the other instances first. A
 change is never reversed while load and instances stay the same. If either changes, a limited number of
@@ -27,9 +28,9 @@ from conductor.performance.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role
 
 _NUM_KEPT = 100
-"""Decisions that are kept, the latest ones."""
+"""The most decisions that are kept, the latest ones."""
 _PERIOD_S = 2.0
-"""Seconds between two decisions about roles at least."""
+"""The least seconds between two decisions about roles."""
 _SPARE_STRAIN = 0.8
 """The largest strain that a stage may have after giving up an instance, unless both stages are short."""
 _LEAST_GAIN = 0.05
@@ -41,18 +42,17 @@ _LEAST_WINDOW_S = 3.0
 _FEWEST_ARRIVALS = 10.0
 """Arrivals that must have been seen before a decision."""
 _AGAIN_AFTER_S = 60.0
-"""Seconds for which an instance is not chosen again if its change of role has failed, from the decision
-on."""
+"""Seconds after a decision for which the instance is not chosen again if its change of role has failed."""
 _EVALUATED_S = 15.0
 """Seconds before and after a change over which arrivals are compared."""
 _OTHERS_AFTER_S = 15.0
-"""Seconds after which a changed set of instances counts as a new set: a restart of an instance is shorter."""
+"""Seconds after which a changed set of instances counts as a new set: longer than a restart takes."""
 _QUEUE_SHARE = 0.5
 """The share of the TTFT SLO up to which a change may let the queues of other prefill instances grow."""
 _LEAST_LEFT_S = 15.0
-"""Seconds for which a load must be expected to last, as the change and its reversal both take effect late."""
+"""Seconds for which the load must be expected to last, as a change and its reversal both take effect late."""
 _SAME_LOAD = 1.5
-"""The ratio of work up to which the load of a stage counts as the same."""
+"""The ratio of two amounts of a stage's work up to which the load counts as the same."""
 _TARGET_STRAIN = 0.7
 """The strain at which the desired number of instances is computed."""
 
@@ -120,8 +120,8 @@ class Rebalancer:
         self.num_decided: Counter[Role] = Counter()
         """Changes that were decided, by the role after them."""
         self.desired: dict[Role, int] = {}
-        """The number of instances of each role that the latest load needs, whether they exist or not. Bursts
-        do not change it. For autoscalers."""
+        """The number of instances of each role that the latest load needs, for autoscalers. Bursts do not
+        change it, and so many instances need not exist."""
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
@@ -131,14 +131,16 @@ class Rebalancer:
         self._num_changes_decided = -1
         """The number of changes of the load at the latest decision."""
         self._same: Work | None = None
-        """The load to which the limit `_num_left` of further changes belongs."""
+        """The work for which `_num_left` was set."""
         self._names: frozenset[str] = frozenset()
-        """The names of the instances to which the limit `_num_left` belongs."""
+        """The names of the instances for which `_num_left` was set."""
         self._other_names: tuple[frozenset[str], float] = (frozenset(), math.inf)
-        """The names of the present instances if they differ from `_names`, and the time since when."""
+        """The names of the present instances, and the time since when they differ from `_names`; infinite if
+        they do not."""
         self._num_left = 0
+        """The number of further changes that are allowed while load and instances stay the same."""
         self._direction: Role | None = None
-        """The role of the first change for this load and these instances."""
+        """The role after the latest change for this load and these instances; None before the first."""
 
     def is_time(self, now_s: float) -> bool:
         """Return whether it is time to call `decide`, which is every few seconds."""
@@ -196,8 +198,8 @@ class Rebalancer:
             self._other_names = (names, now_s)
 
     def _renew(self, work: Work, names: frozenset[str], now_s: float) -> None:
-        """Reset the limit of changes if the load has changed, or the set of instances has differed for a
-        while."""
+        """Reset the limit of changes if the load has changed, or if the set of instances has changed for
+        good."""
         same, since_s = self._same, self._other_names[1]
         are_others = now_s - since_s >= _OTHERS_AFTER_S
         if same is None or are_others or not all(map(self._is_same, work, same)):
@@ -214,8 +216,7 @@ class Rebalancer:
         return max(found, key=lambda change: change.benefit_s, default=None)
 
     def _change(self, state: State, able: DivisionCapacity, role: Role, now_s: float) -> Change | None:
-        """Return the change of an instance to this role, if the change pays; None if it does not, or no
-        instance can be spared."""
+        """Return the change of one instance to this role; None if none pays, or no instance can be spared."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
             return None  # it would be taken back though the load is the same
@@ -243,15 +244,16 @@ class Rebalancer:
         return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
     def _is_risky(self, load: OfferedLoad) -> bool:
-        """Return whether a change would follow an earlier one while the new load's duration is unknown."""
+        """Return whether this load has led to a change already, although it is still short and it is unknown
+        how long loads last."""
         is_another = self._num_changes_decided == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
     def _served(self, able: DivisionCapacity, division: Division) -> float:
         """Return the share of the expected requests, from 0 to 1, that a division serves.
 
-        The present load is expected, as it was when it was there before, and the loads in between that were
-        too brief for a change.
+        Expected are requests of the present load, of earlier loads that were like it, and of earlier loads
+        that were too brief for a change, each in proportion to its duration.
         """
         expected = [(able, able.load.window_s)]
         for past in self._persistence.past:
@@ -266,8 +268,10 @@ class Rebalancer:
         return num_served / num
 
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
-        """Return the instance of a role with the least to move whose requests fit the others; None if there
-        is none."""
+        """Return the instance of a role that can best be spared; None if there is none.
+
+        Its requests must fit the other instances. Of several the one with the least to move is taken.
+        """
         members, failed_s = state.serving(role), now_s - _AGAIN_AFTER_S
         failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
         able = [member for member in members if member.may_change and member.name not in failed]
@@ -290,8 +294,8 @@ class Rebalancer:
     # -- what came of it ----------------------------------------------------------------------------
 
     def _follow(self, state: State, now_s: float) -> None:
-        """Record which changes are complete, and the outcome of those completed `_EVALUATED_S` seconds
-        ago."""
+        """Record which changes are complete, and the outcome of changes that were completed `_EVALUATED_S`
+        seconds ago."""
         members = {member.name: member for member in state.members}
         for decision in self.decisions:
             if decision.outcome is not None:
@@ -321,8 +325,8 @@ class Rebalancer:
 
 
 def _least_to_lose(member: Member) -> tuple[float, float]:
-    """Return the sort key of instances to spare: the least KVCache or queue first, then the least
-    utilisation."""
+    """Return the sort key of instances to spare: by KVCache tokens (decode) or queue seconds (prefill), then
+    by utilisation, the least first."""
     used = 0.0 if member.used is None else member.used.utilisation
     if member.batch is None:
         return member.queue_s, used

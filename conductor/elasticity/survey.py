@@ -22,9 +22,9 @@ from mooncake.messages.costs import Costs
 from mooncake.messages.workers import STAGES, InstanceState, Role
 
 _HEARTBEAT_S = 1.5
-"""Seconds up to which the age of a heartbeat is normal."""
+"""The largest normal age of a heartbeat in seconds."""
 _SANE = (0.5, 2.0)
-"""Bounds of the ratio of measured to predicted TBT in one heartbeat."""
+"""The bounds to which the ratio of the TBT in a heartbeat to the predicted one is limited."""
 
 
 class Survey:
@@ -110,9 +110,8 @@ class Survey:
     def _changeable(self) -> set[str]:
         """Return the names of the instances whose role the rebalancer may change.
 
-        Instances with both roles keep them, and so do owners and helpers of moved modules.
-
-        Of each role, at least one instance must be left that holds the longest sequences of the cluster.
+        Instances with both roles keep them, and so do owners and helpers of moved modules. The last instance
+        of a role that holds the longest sequences of the cluster keeps its role, too.
         """
         instances, longest = self._instances, self._instances.max_sequence_blocks()
         holding = {
@@ -140,7 +139,7 @@ class Survey:
         return num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
 
     def may_need_moves(self) -> bool:
-        """Return whether some rule might ask for a move: a cheap check, which is mostly False."""
+        """Return whether some rule might ask for a move. This check is cheap, and mostly returns False."""
         view, loads = self._view, self._view.loads
         slo_s = self._requests.strictest_tbt_slo_s
         for instance in self._instances:
@@ -189,10 +188,10 @@ def _coming(tracked: TrackedRequest, has_waited_s: float = 0.0) -> Coming:
 def _waiting_for_pages(
     instance: Instance, decoded: list[TrackedRequest], now_s: float
 ) -> list[TrackedRequest]:
-    """Return the requests that wait for device pages of this instance: those that were ready before the
-    latest heartbeat and are in no batch.
+    """Return the requests that wait for device pages of this instance.
 
-    Requests that wait for the TBT of the batch are not among them.
+    These are assumed to be the latest of the requests whose decode began before the latest heartbeat, beyond
+    the number that the heartbeat counts in the batch or waiting for its TBT to fall.
     """
     heartbeat = instance.heartbeat
     if heartbeat is None:
@@ -208,7 +207,7 @@ def _waiting_for_pages(
 def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> RunningAnswer:
     """Return the answer of a request that is or was decoded, with `num_tokens` at time `at_s`.
 
-    Its kind is that of the prompt and the limit which its client sent.
+    Its kind is that of the client's prompt and limit, without the outputs of earlier attempts.
     """
     request, began_s = tracked.request, tracked.placed.decode_began_s
     assert began_s is not None
@@ -222,7 +221,8 @@ def _costs_at(view: ClusterView, slot: int) -> Costs:
 
 
 def _measured_by_predicted(instance: Instance, batch: InstanceBatch) -> float:
-    """Return the ratio of the TBT in the latest heartbeat to the predicted one."""
+    """Return the ratio of the TBT in the latest heartbeat to the predicted TBT; 1 if they are not
+    comparable."""
     load = None if instance.heartbeat is None else instance.heartbeat.decode_load
     if load is None or load.tbt_s is None or not batch.residents or load.num_requests != batch.size:
         return 1.0

@@ -1,7 +1,8 @@
 """BanaServe's performance model of disaggregated serving (section 4.3), for requests of one size.
 
-The paper divides operations by a device's peak. Costs here are seconds of the instances themselves, learned
-or profiled (`mooncake.messages.costs`), in which layers, operations and what a device reaches are one.
+The paper divides operations by a device's peak. Costs here are measured seconds of the instances, learned or
+profiled (`mooncake.messages.costs`), which have the number of layers and operations and the speed of the
+device in them.
 
     equations 12, 13  forward pass and transfer of a layer     `overlapped_s`
               20, 21  T_TTFT = T_p + T_x + T_q                 `Pairs.performance`
@@ -29,15 +30,15 @@ _NUM_HALVINGS = 40
 def overlapped_s(compute_s: float, transfer_s: float, num_layers: int) -> float:
     """Return the seconds of a forward pass beside the transfer of its KVCache, layer by layer.
 
-    A layer's transfer hides behind the computation of another layer while T_KV <= T_F,layer (BanaServe,
-    section 4.2, equations 12 and 13; Mooncake, section 5.2). Only one layer's part of the shorter time is
-    visible.
+    A layer's transfer is hidden by the computation of the next layer while T_KV <= T_F,layer (BanaServe,
+    section 4.2, equations 12 and 13; Mooncake, section 5.2). So the sum is the longer of the two times, and
+    one layer's part of the shorter one.
     """
     return max(compute_s, transfer_s) + min(compute_s, transfer_s) / num_layers
 
 
 class Sizes(NamedTuple):
-    """The tokens of each request: L_in, of which some are cached, and L_out."""
+    """The numbers of a request's tokens: L_in, the cached part of it, and L_out."""
 
     num_prompt_tokens: float
     num_output_tokens: float
@@ -62,7 +63,7 @@ class DecodeCapacity:
     """Seconds of an iteration as a polynomial in requests and KVCache tokens."""
     max_batch: float
     num_device_tokens: float
-    """Tokens of KVCache that fit in device memory beside the weights: the largest K_acc of equation 25."""
+    """Tokens of KVCache that fit into device memory beside the weights: the largest K_acc of equation 25."""
     tbt_slo_s: float | None = None
     least_chunk_s: float = 0.0
     """Seconds that the shortest chunk of a prompt takes, in an iteration with other requests."""
@@ -70,14 +71,14 @@ class DecodeCapacity:
     def tpot_s(self, batch_size: float, mean_kv_tokens: float) -> float:
         """Return T_TPOT, the seconds of an iteration (equation 22).
 
-        The constant and each request's part are T_d, computing; the part of each token is T_c + T_m, reading
-        its KVCache.
+        T_d, computing, is the constant and the part of each request. T_c + T_m, reading KVCache, is the part
+        of each token.
         """
         return self.costs.seconds(batch_size, batch_size * mean_kv_tokens)
 
     def batch_size(self, mean_kv_tokens: float) -> float:
-        """Return the largest batch within the TBT SLO (equation 29), the slots and the device's pages (25),
-        at least 1."""
+        """Return the largest batch within the TBT SLO (equation 29), the batch slots and the device's pages
+        (25); at least 1."""
         of_request_s = self.costs.first_s + mean_kv_tokens * self.costs.second_s
         size = min(self.max_batch, _ROOM_SHARE * self.num_device_tokens / max(mean_kv_tokens, 1.0))
         if self.tbt_slo_s is not None and of_request_s > 0:
@@ -92,7 +93,7 @@ class DecodeCapacity:
 
 
 class Performance(NamedTuple):
-    """The predicted performance of all instances together, with N requests at any time."""
+    """The predicted performance of all instances together, while there are always N requests."""
 
     ttft_s: float
     tpot_s: float
@@ -101,12 +102,12 @@ class Performance(NamedTuple):
     prefill_utilisation: float
     """The share of time that a prefill instance computes, U_p from 0 to 1 (equation 27)."""
     decode_utilisation: float
-    """The utilisation of a decode instance, U_d from 0 to 1: its batch divided by its largest batch, as one
-    of a single request computes all the time."""
+    """The utilisation of a decode instance, U_d from 0 to 1: its batch divided by its largest batch. (An
+    instance computes all the time even with one request.)"""
     batch_size: float
-    """The requests that a decode instance decodes, on average."""
+    """The mean number of requests that a decode instance decodes."""
     num_kv_tokens: float
-    """Tokens of KVCache at a decode instance (K_acc, equation 25)."""
+    """The mean number of KVCache tokens at a decode instance (K_acc, equation 25)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +128,12 @@ class Pairs:
     def performance(self, sizes: Sizes, num_requests: float) -> Performance:
         """Predict the performance in a closed loop: an answer that ends is followed by another request.
 
-        The batch b that decodes follows from the rate of answers (Little's law), and the rate from b.
-        Requests of one size arrive evenly after a while, so they queue (T_q) only if a stage is full.
+        The size of the decode batch follows from the rate of answers (Little's law), and the rate from this
+        size. Requests of one size arrive evenly after a while, so they queue (T_q) only if a stage is full.
 
         Args:
             sizes: The tokens of a request.
-            num_requests: N, the requests at any time.
+            num_requests: N, the number of requests at any time.
         """
         kv_tokens = sizes.mean_kv_tokens
         low, high = 0.0, min(self.decode.batch_size(kv_tokens), num_requests / self.num_decode)
@@ -158,8 +159,8 @@ class Pairs:
         )
 
     def _rate_per_s(self, sizes: Sizes, num_requests: float, tpot_s: float) -> float:
-        """Return the answers a second with this T_TPOT, in the absence of queues and as far as prefill keeps
-        up."""
+        """Return the answers a second with this T_TPOT if no request queues for decode; at most as many as
+        prefill can begin."""
         prefill_s = sizes.prefill_s(self.prefill)
         transfer_s = (sizes.num_prompt_tokens - sizes.num_cached_tokens) * self.token_transfer_s
         ttft_s = self.first_token_s + overlapped_s(prefill_s, transfer_s, self.num_layers)
@@ -167,6 +168,6 @@ class Pairs:
 
 
 def _decode_s(sizes: Sizes, tpot_s: float) -> float:
-    """Return the seconds from the first token to the last. (Equation 30 counts a gap for the first one,
-    too.)"""
+    """Return the seconds from the first token to the last. (Equation 30 has one gap more, for the first
+    token.)"""
     return max(0.0, sizes.num_output_tokens - 1) * tpot_s

@@ -1,8 +1,8 @@
 """The measured utilisation of instances, U = C / Cmax + M / Mmax (BanaServe, section 4.4.1, equation 32).
 
-C is the computing time spent, M the bytes used, both measured (from heartbeats) rather than lengths of
-queues. A decode instance with a single request computes all the time. So its iterations count by the time
-that their tokens would take in full batches; then Cmax is the same for both stages: all of the time.
+C is the time spent computing and M the bytes in use, as heartbeats report them; queues do not count. A decode
+instance computes all the time even with one request. So its iterations count by the time that their tokens
+would take in full batches; then Cmax is the same for both stages: all of the time.
 
 Owns: these figures by instance. Does not know: decisions about roles, predictions of loads.
 """
@@ -14,7 +14,7 @@ from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.workers import Role
 
 _WEIGHT = 0.5
-"""The weight of the latest heartbeat."""
+"""The weight of the latest heartbeat in the moving averages."""
 
 
 class Used(NamedTuple):
@@ -46,13 +46,13 @@ class Utilisation:
     def learn(
         self, name: str, role: Role, heartbeat: Heartbeat, num_device_pages: int, token_s: float, now_s: float
     ) -> Used | None:
-        """Record a heartbeat, and return what its instance uses now; None while too little is known.
+        """Record a heartbeat, and return the utilisation of its instance; None while too little is known.
 
         Args:
-            name: The instance.
+            name: The name of the instance.
             role: The instance's role.
             heartbeat: The instance's latest heartbeat.
-            num_device_pages: The pages of its device.
+            num_device_pages: The number of its device pages.
             token_s: Seconds per token in a full batch.
             now_s: The time.
         """

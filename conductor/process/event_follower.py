@@ -1,7 +1,8 @@
-"""The follower of KV events: keeps the prefix index up to date with all registered instances' messengers.
+"""The follower of KV events, which keeps the prefix index up to date with the messengers of all instances.
 
-It has two sockets for all messengers: a SUB for live batches, and a ROUTER, which connects to each
-messenger's, for snapshots and replays. A messenger that cannot be reached costs only its hits.
+It has two sockets for all messengers: a SUB socket for live batches, and a ROUTER socket for snapshots and
+replays, which connects to the ROUTER socket of each messenger. The loss of a messenger that cannot be reached
+is the hits in its pool.
 
 Owns: these sockets, which messengers are followed. Does not know: placement, the order of events
 (`conductor.index.event_stream`).
@@ -30,17 +31,17 @@ from mooncake.security.keys import ClusterKey
 
 TICK_S = 1.0
 LARGEST_EVENTS_BYTES = 16 << 20
-"""Bytes of the largest message; a part of a snapshot has 360 KB."""
+"""The most bytes of a message; a part of a snapshot has 360 KB."""
 LIVE_QUEUE_LEN = 100
-"""Batches of one messenger that may wait in the socket. Batches beyond them are replayed later."""
+"""The most batches of one messenger that wait in the socket. Further batches are replayed later."""
 ANSWER_QUEUE_LEN = 4
-"""Parts of a snapshot that may wait in the socket before the messenger has to wait."""
+"""The most parts of a snapshot that wait in the socket before the messenger has to wait."""
 MAX_LOADING = 16
-"""Snapshots that may be in flight at the same time, when many instances come at once."""
+"""The most snapshots in flight at the same time, when many instances join at once."""
 SLOWEST_RECONNECT_MS = 5000
-"""Milliseconds of the longest backoff between two tries to connect."""
+"""The longest backoff in milliseconds between two tries to connect."""
 LOGGED_CHARS = 200
-"""Characters of an error that are logged."""
+"""The most characters of an error that are logged."""
 
 _encode = msgspec.msgpack.Encoder().encode
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class EventFollower:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         """Receive messages of a socket until cancelled.
 
-        Both sockets put one frame before the message: a topic, or the peer.
+        The message is the last frame: the SUB socket has a topic before it, the ROUTER socket the peer's id.
         """
         while True:
             # Queued messages come without suspending; a burst of them must not starve the event loop.

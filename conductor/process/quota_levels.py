@@ -1,8 +1,7 @@
-"""The tokens that tenants have left, stored so that they outlive the process: in a file of this host, or in
-etcd.
+"""The levels of tenants' quotas, stored so that they outlive the process: in a file of this host, or in etcd.
 
-Levels are written every few seconds. So a kill loses the tokens used in the last seconds. Stored times are
-seconds since 1970.
+A level is the number of tokens that a tenant has left. Levels are written every few seconds, so a kill
+forgets the tokens used in the last seconds. Stored times are seconds since 1970.
 
 Owns: which levels are stored, and when. Does not know: which tenant is charged how much
 (`conductor.admission.quotas`).
@@ -54,10 +53,13 @@ class LevelStore(Protocol):
     """The stored levels of all tenants."""
 
     async def load(self) -> list[QuotaLevel]:
-        """Return the levels of tenants that have less than a whole minute's tokens. Raises ConfigError."""
+        """Return the levels of tenants that have less than a whole minute's tokens.
+
+        Raises ConfigError if they cannot be read.
+        """
 
     async def save(self, levels: Sequence[QuotaLevel]) -> None:
-        """Store levels, without changing those of other tenants. Raises NotStoredError."""
+        """Store these levels; the levels of other tenants stay. Raises NotStoredError."""
 
 
 class LevelFile:
@@ -67,12 +69,12 @@ class LevelFile:
         self._file = file
 
     async def load(self) -> list[QuotaLevel]:
-        """Return the levels in the file. Raises ConfigError if the file is damaged."""
+        """Return the levels in the file, without full ones. Raises ConfigError if the file is damaged."""
         self._file.clean(_FORGET_FULL, (time.time(),))
         return [QuotaLevel(*row) for row in self._file.read("SELECT * FROM tenant_tokens")]
 
     async def save(self, levels: Sequence[QuotaLevel]) -> None:
-        """Store levels, and forget those that are full."""
+        """Store levels, and forget levels that are full."""
         write = "INSERT OR REPLACE INTO tenant_tokens VALUES (?, ?, ?, ?)"
         await self._file.write((_FORGET_FULL, (time.time(),)), *((write, level) for level in levels))
 
@@ -85,8 +87,10 @@ class LevelKeys:
         self._levels: dict[str, QuotaLevel] = {}
 
     async def load(self) -> list[QuotaLevel]:
-        """Return the levels in etcd. Waits until etcd answers. Levels that this release cannot decode count
-        as full."""
+        """Return the levels in etcd, without full ones. Waits until etcd answers.
+
+        Levels that this release cannot decode count as full.
+        """
         for value in (await self._keys.read(_FOLDER, 1)).values():
             with contextlib.suppress(msgspec.MsgspecError):
                 self._levels |= {
@@ -95,7 +99,7 @@ class LevelKeys:
         return self._not_full()
 
     async def save(self, levels: Sequence[QuotaLevel]) -> None:
-        """Store levels, and forget those that are full."""
+        """Store levels, and forget levels that are full."""
         self._levels |= {level.tenant: level for level in levels}
         not_full = self._not_full()
         async with self._keys.turn():
@@ -108,15 +112,15 @@ class LevelKeys:
 
 
 class QuotaLevels:
-    """The component that restores the levels of a Conductor's quotas, and saves them while `run` runs."""
+    """The component that restores the levels of a Conductor's quotas, and saves changed ones."""
 
     def __init__(self, store: LevelStore, quotas: Quotas) -> None:
         self._store, self._quotas = store, quotas
         self._num_saved: dict[str, int] = {}
-        """Tokens that each tenant had used at the latest write: charged, and not refunded."""
+        """The number of tokens that each tenant had used at the latest write: charged, less refunded."""
 
     async def restore(self) -> None:
-        """Restore what was saved. Raises ConfigError."""
+        """Restore the saved levels. Raises ConfigError."""
         since_1970_s = time.time() - time.monotonic()
         for level in await self._store.load():
             at_s = min(level.at - since_1970_s, time.monotonic())

@@ -1,6 +1,6 @@
-"""The conductor process: `python -m conductor.process.service`, started by the supervisor.
+"""The Conductor's process: `python -m conductor.process.service`, started by the supervisor.
 
-It carries the messages of the pure policy (`conductor.policy`) and embeds one front.
+It receives and sends the messages of the pure policy (`conductor.policy`), and has a front in it.
 
 Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why messages are
 sent, the meaning of events.
@@ -58,7 +58,8 @@ TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
 """The identity of the front in this process. Other fronts are named after their nodes."""
 _OWN_FRONT_S = 0.005
-"""Seconds for which messages of that front are handled in one turn of the event loop."""
+"""The most seconds for which messages of the front in this process are handled in one turn of the event
+loop."""
 log = logging.getLogger(__name__)
 
 
@@ -77,8 +78,8 @@ class ConductorService:
     ) -> None:
         """Prepare the loop.
 
-        `router` is for workers and fronts in other processes, `front` for the front in this one. `spans`:
-        those of requests, if they are traced.
+        `router` is the link to workers and fronts in other processes, `front` to the front in this one.
+        `spans`: the spans of requests; None if requests are not traced.
         """
         self._conductor = conductor
         self._router, self._front = router, front
@@ -129,7 +130,7 @@ class ConductorService:
             await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
-        """Send the effects, and those that follow when a peer turns out to be gone."""
+        """Send the effects, and the further effects that follow when a peer turns out to be gone."""
         self._follow()
         pending = list(effects)
         while pending:
@@ -148,9 +149,9 @@ class ConductorService:
                 pending += consequences
 
     def _follow(self) -> None:
-        """Follow the KV events of the registered instances.
+        """Follow the KV events of the registered instances, if they have changed.
 
-        To be called before anything is awaited, so that no life is missed.
+        To be called before anything is awaited, so that no life of an instance is missed.
         """
         if self._num_changes_followed != self._conductor.instances.num_changes:
             self._num_changes_followed = self._conductor.instances.num_changes
@@ -158,8 +159,8 @@ class ConductorService:
 
 
 async def serve(process: ConductorProcess) -> None:
-    """Run the Conductor: open the model's description, wait for leadership, and serve until it is lost or the
-    task cancelled."""
+    """Run the Conductor: open the model's description, wait for leadership, and serve until leadership is
+    lost or the task is cancelled."""
     try:
         await _serve(process)
     except* LeadershipLostError:
@@ -222,8 +223,8 @@ async def _serve(process: ConductorProcess) -> None:
 
 @contextlib.asynccontextmanager
 async def _stores(process: ConductorProcess) -> AsyncIterator[tuple[CacheStore, LevelStore]]:
-    """Open the stores of state that outlives the process: etcd's keys where another Conductor may lead next,
-    else a file."""
+    """Open the stores of context caches and of quota levels: in etcd if the cluster has standbys, else in a
+    file of this host."""
     cluster = process.config.cluster
     if cluster.has_standbys:
         async with Etcd(cluster) as etcd, asyncio.TaskGroup() as group:

@@ -46,8 +46,9 @@ async def leading(
     listener: socket.socket,
     registry: CollectorRegistry,
 ) -> AsyncIterator[Term]:
-    """Make a context in which this process leads, as `mooncake.leadership.terms.leading` does; serve a
-    standby's routes before.
+    """Make a context in which this process leads, as `mooncake.leadership.terms.leading` does.
+
+    While it waits to lead, it serves a standby's routes.
 
     Args:
         cluster, life: The arguments of `mooncake.leadership.terms.leading`.
@@ -88,7 +89,7 @@ def _url(front: FrontConfig, listener: socket.socket, endpoint: str) -> str:
 
 
 class StandbyRoutes:
-    """The HTTP routes of a standby. `state` says for what the standby waits."""
+    """The HTTP routes of a standby. `state`: the leader, and what the standby waits for."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -98,7 +99,7 @@ class StandbyRoutes:
     async def served(self, config: FrontConfig, listener: socket.socket) -> AsyncIterator[None]:
         """Serve a standby's routes while the block runs.
 
-        Afterwards `listener` is still open, and connections wait there.
+        Afterwards `listener` is still open: new connections wait in it.
         """
         certificate = None
         if config.tls_cert is not None and config.tls_key is not None:

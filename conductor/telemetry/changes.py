@@ -1,4 +1,4 @@
-"""The changes of instances over time, for people: arrivals, roles, states, ends.
+"""The changes of instances over time, for the dashboard: instances that come and go, their roles and states.
 
 Owns: the latest changes. Does not know: why something changes, the clock.
 """
@@ -32,7 +32,7 @@ class InstanceChanges:
         self._now: dict[str, tuple[Role, InstanceState, Role | None]] = {}
 
     def observe(self, instances: Iterable[Instance], now_s: float) -> None:
-        """Compare all instances with their previous state, and record changes."""
+        """Record what has changed of all instances since the last call."""
         now = {
             one.name: (one.role, one.state, None if one.emptying is None else one.emptying.next_role)
             for one in instances

@@ -24,7 +24,7 @@ NumReceived = Callable[[str], int | None]
 
 
 class Display:
-    """The cluster's state in the form for display.
+    """The cluster's state in the form that is displayed.
 
     Times are seconds since 1970: the Conductor's clock plus `wall_offset_s`.
     """
@@ -39,10 +39,10 @@ class Display:
         return instances_text(self._conductor, self._model_name)
 
     def state(self, num_received: NumReceived) -> dict[str, Any]:
-        """Return the instances, the traffic between pools, the latest requests and rejections.
+        """Return instances, traffic between pools, the latest requests and rejections, as JSON values.
 
-        `num_received` returns the number of tokens of a request that have arrived. No value changes with time
-        alone.
+        `num_received` returns the number of tokens of a request that have arrived at the front. No value
+        changes with time alone.
         """
         history = self._history
         return {
@@ -98,7 +98,7 @@ class Display:
         return {**self._summary(timeline, num_received), "moments": moments}
 
     def pair(self, request_id: str) -> tuple[str | None, str | None]:
-        """Return the prefill and the decode instance of a request; None for an unknown one."""
+        """Return the names of a request's prefill and decode instance; None for one that is unknown."""
         timeline = self._history.find(request_id)
         return (None, None) if timeline is None else (timeline.prefill, timeline.decode)
 
@@ -158,8 +158,10 @@ class Display:
         ]
 
     def _paths(self) -> list[dict[str, Any]]:
-        """Return the busiest paths between pools as JSON values, by the bytes that either end has sent or
-        fetched."""
+        """Return the paths between pools with the most bytes as JSON values.
+
+        A path's bytes are those that its source has sent and its target has fetched.
+        """
         num_bytes: Counter[tuple[str, str, str]] = Counter()
         for instance in self._conductor.instances:
             for part, pool in instance.heartbeat.pools.items() if instance.heartbeat is not None else ():

@@ -13,7 +13,7 @@ from conductor.telemetry.families import counters, gauges
 
 
 def elasticity_metrics(elasticity: Elasticity, utilisation: Utilisation) -> Iterator[Metric]:
-    """Yield all metric families of elasticity. Those of the rebalancer are empty while it is off."""
+    """Yield all metric families of elasticity. The rebalancer's families are empty while it is off."""
     used = GaugeMetricFamily(
         "mooncake_instance_utilisation",
         "share of an instance that was really used: computing time, and bytes of KVCache",

@@ -1,4 +1,4 @@
-"""Metrics with one label, made of a table of samples.
+"""Metrics with one label, made of a table from the label's values to samples.
 
 Owns: the conversion of tables to metrics. Does not know: the samples.
 """

@@ -2,8 +2,8 @@
 
 The history sees every message to the Conductor with its effects, and decides nothing. Pure: no clock.
 
-Owns: the latest timelines and rejections, their numbers, the time of each step. Does not know: why the
-Conductor does something, beyond what its messages say.
+Owns: the latest timelines and rejections, the numbers of ends and rejections, the time spent in each step.
+Does not know: why the Conductor does something, beyond what its messages say.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -36,13 +36,14 @@ NUM_REJECTIONS = 100
 QUEUED, RESERVING, PREFILLING, INLINED = "queued", "reserving", "prefilling", "inlined"
 TRANSFERRING, LOADING, DECODING = "transferring", "loading", "decoding"
 STEPS = (QUEUED, RESERVING, PREFILLING, INLINED, TRANSFERRING, LOADING, DECODING)
-"""The steps of a request between two moments of its timeline; `loading`: its KVCache has arrived."""
+"""The steps of a request between two moments of its timeline. In `loading` its KVCache has arrived in the
+decode instance's pool, and the request has not joined the batch."""
 ENDS = FINISHED, ABORTED, FAILED, REJECTED, REFUSED = "finished", "aborted", "failed", "rejected", "refused"
 """The ways in which a request ends."""
 
 
 class Moment(NamedTuple):
-    """The moment at which a request entered a step, or ended."""
+    """A moment at which a request entered a step, or ended."""
 
     at_s: float
     step: str
@@ -70,7 +71,7 @@ class RequestTimeline:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     attempt: int = 0
-    """The number of the current attempt. Some numbers are of migrations that did not come about."""
+    """The number of the current attempt. Numbers of migrations without a move are skipped."""
     num_attempts: int = 0
     """The number of placements."""
     num_moves: int = 0
@@ -88,21 +89,22 @@ class RequestTimeline:
 
     @property
     def last(self) -> Moment:
+        """The latest moment."""
         return self.moments[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """A request that got no token."""
+    """A request that was rejected."""
 
     at_s: float
     request_id: str
     reason: str
-    """The name of the limit, SLO or state because of which the request was rejected."""
+    """The value of the `Reason` for the rejection."""
     status: int
     message: str
     prompt_len: int | None = None
-    """The length of the prompt in tokens; None if the request is not known."""
+    """The length of the prompt in tokens; None if the request's id was in use."""
 
 
 @dataclass(slots=True)
@@ -116,14 +118,14 @@ class History:
     num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(map(str, Reason), 0)))
     """Rejections by reason."""
     num_ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ENDS, 0)))
-    """Requests by the way they ended."""
+    """The number of requests by the way in which they ended."""
     step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
     """The seconds that requests have spent in each step."""
     num_steps: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STEPS, 0)))
     on_end: Callable[[RequestTimeline], None] = lambda _: None
     """A callback that gets each timeline that is over."""
     _held: dict[str, "_Decoded"] = field(default_factory=dict)
-    """Requests of an earlier Conductor that instances decode and that no front has reported yet."""
+    """Requests of an earlier Conductor that an instance decodes and that no front has reported yet, by id."""
 
     def find(self, request_id: str) -> RequestTimeline | None:
         """Return the timeline of a request that is live or ended lately; None if unknown.
@@ -138,8 +140,10 @@ class History:
     def observe(
         self, sender: bytes, message: ToConductor | None, effects: Iterable[Effect], now_s: float
     ) -> None:
-        """Record a message of `sender` and its effects. `message` is None for a tick, and for a peer that is
-        gone."""
+        """Record a message of `sender` and its effects.
+
+        `message` is None if the effects are those of a tick, or of the loss of a peer.
+        """
         match message:
             case Submit(request) if request.request_id not in self.live:
                 self.live[request.request_id] = RequestTimeline(
@@ -175,7 +179,8 @@ class History:
             self._see(effect, now_s)
 
     def _end_unlisted(self, front: bytes, listed: set[str], now_s: float) -> None:
-        """Record the end of requests that their front has not listed twice: the Conductor ends them then."""
+        """Record the end of requests that two heartbeats of their front in a row have not listed, as the
+        Conductor ends them then."""
         for timeline in [of for of in self.live.values() if of.front == front]:
             timeline.num_unlisted = 0 if timeline.request_id in listed else timeline.num_unlisted + 1
             if timeline.num_unlisted > 1:
@@ -268,7 +273,8 @@ class History:
             self._append(timeline, moment)
 
     def _join(self, report: Joining | Finished) -> None:
-        """Record the times at which the KVCache had arrived and the request joined the batch."""
+        """Record the times at which the request's KVCache had arrived, and at which the request joined the
+        batch."""
         timeline = self._current(report.ref)
         if timeline is None:
             return

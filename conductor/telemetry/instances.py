@@ -1,4 +1,4 @@
-"""Metrics of instances: their roles, states, and the requests and blocks left on those that drain or switch.
+"""Metrics of instances: roles, states, engines, requests, and what is moved when they drain or switch.
 
 Owns: names of metrics. Does not know: how a role changes, what heartbeats say.
 """
@@ -14,7 +14,7 @@ from mooncake.messages.workers import STAGES, InstanceState, Role
 
 
 def instance_metrics(conductor: Conductor) -> Iterator[Metric]:
-    """Yield the numbers of instances by role and state, and the ends of switches."""
+    """Yield all metric families of instances, and the numbers of switches and evacuated blocks."""
     instances = list(conductor.instances)
     by_role = {role.value: sum(instance.role is role for instance in instances) for role in Role}
     yield gauges("mooncake_instances", "registered instances", "role", by_role)

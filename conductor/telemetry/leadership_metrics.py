@@ -1,4 +1,4 @@
-"""The metrics of a process that follows leaders by etcd.
+"""The metrics of a process that learns from etcd which Conductor leads.
 
 Owns: names of metrics. Does not know: elections.
 """

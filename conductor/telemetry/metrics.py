@@ -39,7 +39,7 @@ from mooncake.messages.instance_metrics import InstanceReport, instance_text
 from mooncake.messages.workers import SPOKEN
 
 MAX_TENANTS = 256
-"""Tenants that get samples of their own."""
+"""The most tenants with samples of their own: those that were charged most."""
 
 
 class ConductorMetrics(Collector):
@@ -48,10 +48,12 @@ class ConductorMetrics(Collector):
     Args:
         conductor: The policy whose state is read.
         registry: The registry of the metrics.
-        now_s: Returns the time.
-        num_refused: Counts connections to the Conductor that showed another key, or none.
-        num_unfinished: Counts connections that ended in the middle of their handshake.
-        streams: The KV events that are followed, by messenger.
+        now_s: A function that returns the time.
+        num_refused: A function that returns the number of connections to the Conductor that showed another
+            key, or none.
+        num_unfinished: A function that returns the number of connections that ended in the middle of their
+            handshake.
+        streams: A function that returns the event streams that are followed, by messenger.
     """
 
     def __init__(
@@ -150,10 +152,10 @@ class HistoryMetrics(Collector):
 
 
 def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, float]:
-    """Return the predictions for each stage in relation to its SLO: Mooncake's definition of load (section
-    7.1).
+    """Return the mean predicted time of each stage's instances, divided by the stage's SLO: Mooncake's
+    definition of load (section 7.1).
 
-    Stages without an SLO or instances are left out.
+    A stage without an SLO or without instances is left out.
     """
     loads, of_stages = view.loads, dict[str, float]()
     if limits.ttft_slo_s is not None and loads.is_prefill.any():
@@ -212,7 +214,7 @@ def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
 
 
 def quota_metrics(quotas: Quotas, now_s: float) -> Iterator[Metric]:
-    """Yield the tokens of tenants with a limit, at most `MAX_TENANTS` of them: those with most tokens."""
+    """Yield the tokens of the tenants with a token limit: of the `MAX_TENANTS` that were charged most."""
     shown = nlargest(MAX_TENANTS, quotas.by_tenant.items(), key=lambda entry: entry[1].num_charged)
     yield gauges(
         "mooncake_tenant_tokens_left",
@@ -232,7 +234,7 @@ def quota_metrics(quotas: Quotas, now_s: float) -> Iterator[Metric]:
 
 
 def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Iterator[Metric]:
-    """Yield the numbers of migrations of running requests, and what they took."""
+    """Yield the numbers of migrations, and their seconds, copied bytes and recomputed tokens."""
     yield GaugeMetricFamily(
         "mooncake_migrations_in_progress",
         "running requests that move to another decode instance",
@@ -265,7 +267,7 @@ def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Itera
 
 
 def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:
-    """Yield the number of each pool's blocks in the prefix index, and of received KV events."""
+    """Yield the numbers of each pool's blocks in the prefix index, and of the KV events applied."""
     yield GaugeMetricFamily(
         "mooncake_index_keys", "different blocks in the prefix index", prefixes.num_blocks
     )
@@ -303,7 +305,7 @@ def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> 
 
 
 def replication_metrics(replication: Replication) -> Iterator[Metric]:
-    """Yield the numbers of copies of hot prefixes that were ordered ahead of requests."""
+    """Yield the numbers of copies of hot prefixes, and of their ordered and dropped blocks."""
     yield GaugeMetricFamily(
         "mooncake_replication_copies",
         "copies of hot prefixes that were ordered ahead and have come",

@@ -1,7 +1,8 @@
-"""The Conductor's spans: one for each traced request, with its placements as parts.
+"""The Conductor's spans: one for each traced request, with its placements and migrations as parts.
 
-A request's span stands between the front's and those of its instances, as messages that pass through get its
-context. It tells the request's timeline (`conductor.telemetry.history`).
+The Conductor's span of a request is a child of the front's span, and the parent of its instances' spans, as
+messages that pass through get its context. Its events are the request's timeline
+(`conductor.telemetry.history`).
 
 Owns: traced requests that have not ended, what was decided for them. Does not know: clocks, why something is
 decided.
@@ -74,7 +75,10 @@ class RequestSpans:
         return msgspec.structs.replace(message, request=request)
 
     def observe(self, effects: list[Effect], decided_s: float) -> None:
-        """Record the decisions made by `decided_s`. To be called before the history records the effects."""
+        """Record the decisions in `effects`, which were made at `decided_s`.
+
+        To be called before the history records the effects.
+        """
         if not self._traced:
             return
         self._end_migrations(decided_s)
@@ -91,7 +95,7 @@ class RequestSpans:
                     traced.rejection = Verdict(decided_s, rejected)
 
     def _end_migrations(self, now_s: float) -> None:
-        """Add the spans of migrations that have ended."""
+        """Add the spans of migrations that have ended to their requests."""
         for request_id, migration in list(self._migrating.items()):
             tracked = self._conductor.requests.get(request_id)
             if tracked is None or tracked.migration is not migration:
@@ -145,8 +149,8 @@ def _request_span(timeline: RequestTimeline, traced: _Traced) -> EndedSpan:
 
 
 def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
-    """Return a span for each decision about the request and the wait before it, and for the wait in which the
-    request ended."""
+    """Return the spans of the request's placements and of its rejection, each with the wait before it, and
+    the span of a wait in which it ended."""
     parts, verdicts = list[EndedSpan](), iter(traced.placements)
     for moment, following in pairwise(timeline.moments):
         waited = moment.step == QUEUED and moment.at_s < following.at_s
@@ -165,9 +169,9 @@ def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
 
 
 def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
-    """Return the span of a migration that ends now.
+    """Return the span of a migration that ended at `now_s`.
 
-    A migration without a move has its reason, unless the request has ended.
+    A migration without a move has its outcome as an error, unless it ended because the request ended.
     """
     outcome = migration.outcome
     has_failed = outcome not in (MigrationOutcome.MOVED, MigrationOutcome.ENDED)

@@ -1,6 +1,6 @@
-"""The batches of decode instances as rules see them: values that a rule may change on trial.
+"""The batches of decode instances as rules see them: values of which a rule may make changed copies.
 
-Owns: predictions for a batch with and without some request. Does not know: where the figures come from
+Owns: predictions for a batch with or without a request. Does not know: where the figures come from
 (`conductor.elasticity.survey`), why a request moves.
 """
 
@@ -25,7 +25,7 @@ class Resident(NamedTuple):
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Estimated tokens drawn so far, as workers report tokens to fronts and not to the Conductor."""
+    """The estimated number of tokens drawn so far: workers report tokens to fronts, not to the Conductor."""
     max_num_tokens: int
     """Tokens of the prompt and of the longest output that the request may have."""
     tbt_slo_s: float | None = None
@@ -35,12 +35,12 @@ class Resident(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KVCache has to move with the request."""
+        """Tokens of prompt and output, whose KVCache has to move with the request."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 
 class Coming(NamedTuple):
-    """A request that is assigned to an instance and not decoded yet."""
+    """A request that is assigned to a decode instance and not decoded there yet."""
 
     request_id: str
     num_prompt_tokens: int
@@ -57,7 +57,7 @@ class InstanceBatch:
     instance: str
     residents: tuple[Resident, ...]
     costs: Costs
-    """Learned seconds of an iteration, by number of requests and tokens of their prompts."""
+    """Learned seconds of an iteration, as a polynomial in requests and tokens of their prompts."""
     max_batch: int
     max_sequence_tokens: int
     """Tokens of the longest sequence that fits into the instance when it is idle."""
@@ -82,7 +82,7 @@ class InstanceBatch:
 
     @property
     def tbt_slo_s(self) -> float | None:
-        """The strictest TBT SLO in seconds of all requests; None if none has one."""
+        """The strictest TBT SLO in seconds of residents and coming requests; None if none has one."""
         slos_s = [of.tbt_slo_s for of in self.residents] + [of.tbt_slo_s for of in self.coming]
         return min((slo_s for slo_s in slos_s if slo_s is not None), default=None)
 
@@ -107,8 +107,8 @@ class InstanceBatch:
         return bool(slos_s) and self.tbt_s > min(slos_s)
 
     def is_within(self, share: float = 1.0) -> bool:
-        """Return whether the predicted TBT with all coming requests is within `share` of the strictest
-        SLO."""
+        """Return whether the predicted TBT with all coming requests is within `share` of the strictest SLO;
+        without an SLO, whether all requests have a batch slot."""
         if self.tbt_slo_s is None:
             return self.size <= self.max_batch
         tbt_s = self.full_tbt_s
@@ -142,7 +142,7 @@ class InstanceBatch:
         return replace(self, residents=residents, num_free_tokens=free)
 
     def fixing(self, request_ids: Collection[str]) -> "InstanceBatch":
-        """Return the batch with these requests marked as not to be moved."""
+        """Return the batch with these requests marked as ones that may not move."""
         if not any(of.request_id in request_ids for of in self.residents):
             return self
         residents = tuple(
@@ -154,7 +154,8 @@ class InstanceBatch:
 def destination_of(
     resident: Resident, batches: list[InstanceBatch], source: str, share: float = DESTINATION_SHARE
 ) -> InstanceBatch | None:
-    """Return the batch with the least predicted TBT that may take the request; None if there is none."""
+    """Return the batch that would have the least TBT with the request, among the batches that may take it;
+    None if none may."""
     able = [batch for batch in batches if batch.instance != source and batch.may_take(resident, share)]
     return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
 

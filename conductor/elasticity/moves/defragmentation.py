@@ -11,11 +11,14 @@ from conductor.elasticity.moves.limits import Move
 from conductor.view.decision_stats import MigrationReason
 
 LEAST_WAIT_S = 2.0
-"""Seconds for which a request waits before others move for it. Most get device pages without a move."""
+"""Seconds for which a request waits before others move for it, as most get device pages without a move."""
 
 
 def defragment(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the moves that free device pages for the longest waiting request; none if moves cannot."""
+    """Return the moves that free device pages for the longest request that waits, on each instance with one.
+
+    An instance on which moves would not free enough pages is left as it is.
+    """
     moves = []
     for source in batches:
         waiting = _waiting(source)
@@ -29,7 +32,8 @@ def defragment(batches: list[InstanceBatch]) -> list[Move]:
 
 
 def _waiting(batch: InstanceBatch) -> Coming | None:
-    """Return the longest request that waits for device pages of this instance; None if none waits."""
+    """Return the request with the longest prompt that waits for device pages of this instance; None if none
+    waits."""
     stuck = [
         of
         for of in batch.coming
@@ -39,7 +43,7 @@ def _waiting(batch: InstanceBatch) -> Coming | None:
 
 
 def _make_room(source: InstanceBatch, waiting: Coming, batches: list[InstanceBatch]) -> list[Move]:
-    """Return the fewest moves that free enough pages; none unless all are possible."""
+    """Return few moves that together free enough pages; none if there are no such moves."""
     num_missing, moves = waiting.num_prompt_tokens - source.num_free_tokens, list[Move]()
     movable = sorted((of for of in source.residents if of.may_move), key=lambda of: of.num_tokens)
     while num_missing > 0 and movable:

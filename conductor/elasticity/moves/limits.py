@@ -1,4 +1,4 @@
-"""Moves of running requests between decode instances, and the limits of how often requests move.
+"""Moves of running requests between decode instances, and limits of how often requests move.
 
 Owns: the result of a rule, hysteresis. Does not know: why a request should move, how it moves.
 """
@@ -12,12 +12,12 @@ from conductor.view.decision_stats import MigrationReason
 AGAIN_AFTER_S = 10.0
 """Seconds after a request's move in which it does not move again."""
 SETTLE_S = 2.0
-"""Seconds after a move to or from an instance for which rules ignore the instance, as its figures are
-older."""
+"""Seconds after a move to or from an instance in which rules ignore the instance, as its figures are from
+before the move."""
 MOST_AT_ONCE = 4
-"""Moves that may be in flight in the cluster at the same time."""
+"""The most moves that may be in flight in the cluster at the same time."""
 MOST_OF_SOURCE = 1
-"""Moves that may be in flight from one instance at the same time."""
+"""The most moves that may be in flight from one instance at the same time."""
 
 
 class Move(NamedTuple):
@@ -37,9 +37,9 @@ class RecentMoves:
 
     def __init__(self) -> None:
         self._moved_s: dict[str, float] = {}
-        """When each request was last ordered to move."""
+        """The time at which each request was last ordered to move."""
         self._touched_s: dict[str, float] = {}
-        """When an instance was last the source or destination of a move."""
+        """The time at which each instance was last the source or destination of a move."""
 
     def note(self, move: Move, now_s: float) -> None:
         """Record that a move was ordered."""
@@ -52,7 +52,8 @@ class RecentMoves:
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
     def settled(self, batches: list[InstanceBatch], now_s: float) -> list[InstanceBatch]:
-        """Return the batches that rules may use. Requests that have just moved are fixed in them."""
+        """Return the batches that rules may use; requests that have just moved are marked in them as ones
+        that may not move."""
         return [
             batch.fixing(self._moved_s)
             for batch in batches
@@ -60,7 +61,7 @@ class RecentMoves:
         ]
 
     def within(self, moves: list[Move], in_flight: Counter[str]) -> list[Move]:
-        """Return the first of these moves that may be in flight beside the present ones.
+        """Return those of these moves that the limits allow, beside the migrations in flight.
 
         Args:
             moves: The moves that rules want, the most urgent first.

@@ -1,8 +1,8 @@
-"""Priority: requests of lower classes make room where a stricter class is.
+"""Priority: requests of lower classes leave batches in which a stricter class has little headroom.
 
-Llumnix (OSDI 2024, section 4.3): instances keep headroom for requests of high execution priority; others are
-moved away from them as soon as headroom is short. Relief waits until an SLO is missed; this rule moves lower
-classes away before that.
+Llumnix (OSDI 2024, section 4.3): instances keep headroom for requests of high execution priority; other
+requests are moved away as soon as headroom is short. Relief waits until an SLO is missed; this rule moves
+lower classes away before.
 
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
@@ -17,7 +17,7 @@ HEADROOM_SHARE = 0.85
 
 def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
     """Return the move of one lower-class request from each batch with little headroom for its strictest
-    class."""
+    class, to a batch without that class."""
     moves = []
     for source in batches:
         first, others = _classes(source)
@@ -37,12 +37,12 @@ def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
 
 
 def _classes(batch: InstanceBatch) -> tuple[list[Resident], list[Resident]]:
-    """Return the batch's requests of the strictest class, and those of other classes that may move."""
+    """Return the batch's requests of the lowest priority number, and its other requests that may move."""
     least = min((of.priority for of in batch.residents), default=0)
     first = [of for of in batch.residents if of.priority == least]
     return first, [of for of in batch.residents if of.priority > least and of.may_move]
 
 
 def _has(batch: InstanceBatch, resident: Resident) -> bool:
-    """Return whether the batch has requests of the resident's class, or of a class that goes before it."""
+    """Return whether the batch has requests of the resident's priority number, or of a lower one."""
     return any(of.priority <= resident.priority for of in batch.residents)
