@@ -18,7 +18,7 @@ RETRY_AFTER_S = 1.0
 
 
 class UnavailableError(RequestError):
-    """The cluster cannot serve any request now.
+    """The error of a request while the cluster cannot serve any.
 
     `retry_after_s` is the number of seconds until a retry makes sense.
     """
@@ -29,7 +29,7 @@ class UnavailableError(RequestError):
 
 
 class RateLimitedError(OverloadedError):
-    """The client has used up the limits of its key. Requests of other keys may still be served."""
+    """The error of a request whose API key has used up its limits. Other keys' requests may be served."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)
@@ -37,7 +37,10 @@ class RateLimitedError(OverloadedError):
 
 
 class UnauthorizedError(RequestError):
-    """The request has no valid key. `challenge` is the `WWW-Authenticate` header of the response."""
+    """The error of a request without a valid key.
+
+    `challenge` is the `WWW-Authenticate` header of the response.
+    """
 
     def __init__(self, message: str, code: str, challenge: str = "Bearer") -> None:
         super().__init__(message, status=401, code=code)
@@ -45,14 +48,14 @@ class UnauthorizedError(RequestError):
 
 
 class GenerationFailedError(RequestError):
-    """An accepted request could not be finished, through no fault of the client."""
+    """The error of an accepted request that could not be finished, through no fault of its client."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=500, code="generation_failed")
 
 
 def tokens_in_words(num_tokens: int) -> str:
-    """Return the count with its noun, as in "1 token" or "2 tokens"."""
+    """Return the number of tokens with its noun: "1 token", "2 tokens"."""
     return f"{num_tokens} token{'' if num_tokens == 1 else 's'}"
 
 
@@ -68,7 +71,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """Return the error as a whole HTTP response, with `headers` added."""
+    """Return the HTTP response for the error, with `headers` added."""
     headers = dict(headers or {})
     if isinstance(error, OverloadedError | UnavailableError):
         # Whole seconds, rounded up: the header knows no fractions, and early clients are refused again.

@@ -1,2 +1,5 @@
-"""The endpoint picker, which gateways ask for the front of each request: Envoy's external processing, as the
-Gateway API inference extension uses it (its proposal 004, version 1.0.0)."""
+"""The endpoint picker, which chooses a front for each request of a gateway.
+
+It serves Envoy's external processing, as the Gateway API inference extension uses it (proposal 004, version
+1.0.0).
+"""

@@ -1,6 +1,6 @@
 """The command line of the endpoint picker, `mooncake-picker`.
 
-Owns: its options. Does not know: what they do.
+Owns: the options. Does not know: what the options do.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> Options:
-    """Return the checked options. Raises ConfigError; ends the program for unknown ones."""
+    """Return the checked options. Raises ConfigError; ends the program for unknown options."""
     parser = Parser(
         prog="mooncake-picker",
         description="Say to a gateway which front gets a request (Gateway API inference extension).",

@@ -1,21 +1,22 @@
-"""The fronts that a gateway can send requests to, and which one is next.
+"""The fronts that a gateway can send requests to, and the choice of the next one.
 
-A cluster's fronts are equal, as its Conductor places requests whichever front has them. Of several clusters
-the one with the fewest requests for each decode instance is next.
+All fronts of a cluster are equally good, as its Conductor places the requests of all. Of several clusters the
+one with the fewest requests for each decode instance is chosen.
 
-Owns: what was last heard of each front, its requests. Does not know: how fronts are found and asked, Envoy.
+Owns: the latest report of each front, its requests. Does not know: how fronts are found and asked, Envoy.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 READY_FOR_S = 10.0
-"""Seconds for which a front counts as ready after its latest report that it is.
+"""Seconds for which a front counts as ready after its latest report that it is ready.
 
-A front keeps requests while one Conductor follows another, and reports by itself if that takes long.
+A front keeps requests while another Conductor takes over, so it is not given up at its first report that it
+is not ready.
 """
 MOST_ENDPOINTS = 5
-"""Addresses in an answer: the first is the choice, the others are for a gateway's retries."""
+"""The most addresses in an answer: the first is the choice, the others are for a gateway's retries."""
 
 
 @dataclass(slots=True)
@@ -26,12 +27,12 @@ class WatchedFront:
     """The front's address: `ip:port`, or `[ip]:port` for IPv6."""
     cluster: str
     num_decode: int
-    """Decode instances that its Conductor had when the front was last ready, at least 1."""
+    """The number of decode instances that its Conductor had when the front was last ready; at least 1."""
     ready_s: float
-    """The time of the latest report that the front is ready, in seconds."""
+    """The time in seconds of the latest report that the front is ready."""
     num_requests: int = 0
     turn: int = 0
-    """The sequence number of the front's latest request among all requests: equal fronts take turns."""
+    """The number of the front's latest request, by which fronts with equally many requests take turns."""
 
 
 class WatchedFronts:
@@ -43,7 +44,7 @@ class WatchedFronts:
         self._turn = 0
 
     def is_ready(self, address: str, cluster: str, num_decode: int) -> None:
-        """Record that a front is ready."""
+        """Record that a front has reported that it is ready."""
         now_s = self._now()
         front = self._fronts.setdefault(address, WatchedFront(address, cluster, 1, now_s))
         front.cluster, front.num_decode, front.ready_s = cluster, max(1, num_decode), now_s
@@ -59,8 +60,8 @@ class WatchedFronts:
     def choose(self, allowed: Collection[str] | None = None) -> list[str]:
         """Return the addresses of fronts for a request, the best first; none if no front is ready.
 
-        The second one is of another cluster, if there are several: a gateway that tries again when the first
-        one says 429 or 503 has another Conductor decide.
+        The best fronts of all clusters come before further fronts: a gateway that retries after a 429 or 503
+        thus asks another Conductor.
 
         Args:
             allowed: The addresses, or IPs alone, to choose from; None: all.
@@ -81,7 +82,7 @@ class WatchedFronts:
         return [front.address for front in best + others][:MOST_ENDPOINTS]
 
     def begins(self, address: str) -> WatchedFront | None:
-        """Count a request at a front, and return the front for `ends`; None if no front has this address."""
+        """Count a request at a front. Returns the front, for `ends`; None if no front has this address."""
         self._turn += 1
         if (front := self._fronts.get(address)) is not None:
             front.num_requests += 1
@@ -92,7 +93,7 @@ class WatchedFronts:
     def ends(front: WatchedFront) -> None:
         """Stop counting a request at a front.
 
-        A front that was gone meanwhile has been counted anew, without the request.
+        If the front was gone meanwhile, its address has a new count, which has not had the request.
         """
         front.num_requests -= 1
 

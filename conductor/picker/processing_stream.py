@@ -1,6 +1,7 @@
 """One HTTP request in Envoy's external processing: its messages, and the answer to each.
 
-The front is chosen when the headers have come: the Conductor looks at the prompt. Bodies go on unchanged.
+The front is chosen when the headers have arrived, without the body, as the Conductor looks at the prompt.
+Bodies are passed on unchanged.
 
 Owns: the messages of external processing. Does not know: gRPC, how a front is chosen.
 """
@@ -32,7 +33,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 LOAD_BALANCING, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
-"""Namespaces of Envoy's metadata: of load balancing, and of the gateway's subset of endpoints."""
+"""The namespaces of Envoy's metadata for load balancing, and for the gateway's subset of endpoints."""
 UNAVAILABLE = 503
 NO_FRONT = {
     "error": {
@@ -55,7 +56,7 @@ class ProcessingStream:
     def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
         self._front: WatchedFront | None = None
-        """The front that has the request, if it was known then."""
+        """The front at which the request is counted; None without one."""
         self._streams_request = self._streams_response = True
 
     def answer(self, message: ProcessingRequest) -> ProcessingResponse | None:
@@ -106,7 +107,8 @@ class ProcessingStream:
         )
 
     def _move(self, address: str | None) -> None:
-        """Count the request at the front of this address instead of the one before; None: at no front."""
+        """Count the request at the front of this address, and no more at the earlier front; None: at no
+        front."""
         if self._front is not None:
             self._fronts.ends(self._front)
         self._front = None if address is None else self._fronts.begins(address)
@@ -141,8 +143,10 @@ def _headers(headers: Iterable[tuple[str, str]]) -> list[HeaderValueOption]:
 
 
 def _values(metadata: Metadata, namespace: str, key: str) -> list[str] | None:
-    """Return the metadata's values at `namespace`, `key`; None without that key. In the metadata they are a
-    list, or text with commas."""
+    """Return the metadata's values at `namespace`, `key`; None without that key.
+
+    In the metadata the values are a list, or a text that commas divide.
+    """
     fields = metadata.filter_metadata[namespace].fields if namespace in metadata.filter_metadata else {}
     if key not in fields:
         return None

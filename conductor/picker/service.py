@@ -26,7 +26,7 @@ from mooncake.errors import ConfigError
 
 LIVENESS = "liveness"
 LONGEST_MESSAGE_BYTES = 64 << 20
-"""Bytes of the largest message, as a gateway that shows bodies whole sends each body in one message."""
+"""The most bytes of a message, as a gateway that buffers bodies sends each body in one message."""
 READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
 
@@ -76,7 +76,8 @@ async def serve(
         clusters: The URL of the fronts of each cluster.
         listen: `host:port`; port 0 is a free one. The log names the port.
         certificate: Files of the certificate chain and its private key; None: no TLS.
-        finish_s: The seconds that requests have to end then. A gateway that is left alone breaks them off.
+        finish_s: The seconds in which running requests may end after that. The gateway breaks off those that
+            are left.
 
     Raises:
         ConfigError: The address or the certificate cannot be used.

@@ -1,6 +1,6 @@
-"""The discovery of each cluster's fronts by name, and the check every second whether each is ready.
+"""The discovery of each cluster's fronts by name, and the check every second whether each front is ready.
 
-Owns: names, their addresses, /ready. Does not know: what is made of it (`conductor.picker.fronts`).
+Owns: names, their addresses, the requests to /ready. Does not know: what follows (`conductor.picker.fronts`).
 """
 
 import asyncio
@@ -22,8 +22,8 @@ async def watch(cluster: str, fronts: WatchedFronts) -> None:
     """Poll the fronts of a cluster until cancelled.
 
     Args:
-        cluster: The URL of its fronts: http:// or https://, a name that has the addresses of all, a port.
-        fronts: The table that is updated.
+        cluster: The URL of its fronts: http:// or https://, a host name that has all their addresses, a port.
+        fronts: The fronts, which are updated.
     """
     url = urlsplit(cluster)
     assert url.hostname is not None

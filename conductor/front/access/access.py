@@ -1,4 +1,4 @@
-"""Clients' API keys: which requests are let in, by each key's rate and concurrency.
+"""Clients' API keys: which requests are admitted, by each key's rate and concurrency.
 
 Owns: the check of each request's key, each key's counts and their metrics. Does not know: the file's format
 (`mooncake.security.api_keys`), what requests ask for, the routes of admins (`admin_access`).
@@ -46,7 +46,8 @@ class _Use:
 class KeyLimits:
     """Counts of the requests and choices of each key, and the checks of their limits.
 
-    The requests of a whole minute may be sent at once; then the allowance fills up evenly.
+    The rate is a token bucket: the requests of a whole minute may be sent at once, and the bucket is refilled
+    evenly.
     """
 
     def __init__(self) -> None:
@@ -69,8 +70,8 @@ class KeyLimits:
     def add_choices(self, key: ApiKey, num_more: int) -> None:
         """Count `num_more` further choices of a request that has begun.
 
-        If it raises RateLimitedError, or RequestError for more choices than may ever run, they are not
-        counted.
+        Raises RateLimitedError, or RequestError for more choices than may ever run; then the further choices
+        are not counted.
         """
         use, most = self._uses[key.sha256], key.max_concurrent
         if most is not None and use.num_running + num_more > most:
@@ -88,7 +89,7 @@ class KeyLimits:
         use.num_running += num_more
 
     def use_of(self, key: ApiKey) -> _Use | None:
-        """Return the counts of a key, or None before its first request."""
+        """Return the counts of a key; None before its first request."""
         return self._uses.get(key.sha256)
 
     def _check(self, use: _Use, key: ApiKey, now_s: float) -> None:
@@ -114,10 +115,10 @@ def _running(num_running: int, key: ApiKey) -> str:
 
 
 class KeyUse:
-    """Share of a key's limits that an HTTP request holds, from its admission until `end`."""
+    """The share of a key's limits that an HTTP request holds, from its admission to `end`."""
 
     def __init__(self, key: ApiKey, limits: KeyLimits, now_s: float) -> None:
-        """Admit a request. Raises RateLimitedError."""
+        """Admit a request, as one choice. Raises RateLimitedError."""
         self.key = key
         self._limits = limits
         self._num_choices = 1
@@ -129,8 +130,11 @@ class KeyUse:
         self._num_choices = num_choices
 
     def claim(self, num_tokens: int) -> QuotaClaim | None:
-        """Return an answer's claim on the tenant's quota, for prompts of `num_tokens`; None without such a
-        limit. Raises RequestError for more tokens than the quota of a minute."""
+        """Return an answer's claim on the tenant's quota, for prompts of `num_tokens` together.
+
+        None if the key has no limit of tokens or of choices. Raises RequestError for more tokens than the
+        quota of a minute.
+        """
         per_minute, most = self.key.tokens_per_minute, self.key.max_concurrent
         if per_minute is None and most is None:
             return None
@@ -145,7 +149,7 @@ class KeyUse:
         return QuotaClaim(per_minute, most, 0 if use is None else use.num_running, num_tokens)
 
     def end(self) -> None:
-        """Release the share, as no part of the request runs any more."""
+        """Release the share. To be called when no part of the request runs any more."""
         self._limits.leave(self.key, self._num_choices)
 
 
@@ -155,9 +159,9 @@ def _most(requests_per_minute: float | None) -> float:
 
 
 class AccessControl:
-    """ASGI middleware that admits requests with a valid key.
+    """ASGI middleware that admits requests with a valid key within the key's limits.
 
-    Their share of the key's limits is in `request.state.key_use`.
+    An admitted request has its `KeyUse` in `request.state.key_use`.
     """
 
     def __init__(

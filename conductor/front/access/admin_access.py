@@ -1,7 +1,8 @@
 """Access to `/dashboard` and `/admin`, which show all tenants' requests and affect all tenants.
 
-If there are keys, of clients or admins, only an admin's key opens these routes, as requests through a proxy
-on this machine look local. Without keys the dashboard is open, and `/admin` may be used from this machine.
+If clients or admins have keys, these routes need an admin's key, even for local requests, as requests through
+a proxy on this machine look local. Without keys the dashboard is open, and `/admin` may be used from this
+machine.
 
 Owns: this decision. Does not know: what the routes do (`admin`, `monitoring`).
 """
@@ -47,13 +48,15 @@ class AdminAccess:
             self._rule = _Rule.NO_KEY if config.api_keys_file is None else _Rule.NOTHING
 
     async def check_looking(self, request: Request) -> None:
-        """Check that the client may see the dashboard. (Browsers send the key as a password.) Raises
-        RequestError."""
+        """Check that the client may use the routes of `/dashboard`. Raises RequestError.
+
+        Browsers send the key as a password.
+        """
         if self._rule is not _Rule.NO_KEY:
             self._check_key(request, challenge=_PASSWORD)
 
     async def check_acting(self, request: Request) -> None:
-        """Check that the client may drain instances. Raises RequestError."""
+        """Check that the client may use the routes of `/admin`. Raises RequestError."""
         if self._rule is _Rule.NO_KEY:
             _check_is_local(request)
             return
@@ -79,8 +82,8 @@ class AdminAccess:
 
 
 def _as_bearer(authorization: str | None) -> str | None:
-    """Return a browser's Basic header, whose password is the key, as a Bearer header; other headers
-    unchanged."""
+    """Return an `Authorization` header in Bearer form: a browser's Basic header has the key as its password;
+    other headers are returned unchanged."""
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization

@@ -42,7 +42,7 @@ class CacheFile:
         self._file = file
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
-        """Return the caches of this model, oldest first, and forget those of any model that have expired.
+        """Return the caches of this model, oldest first, and forget expired caches of any model.
 
         Raises ConfigError if the file is damaged.
         """
@@ -68,7 +68,7 @@ class CacheFile:
         await self._file.write((_FORGET_EXPIRED, (time.time(),)), adding)
 
     async def extend(self, cache: StoredCache) -> None:
-        """Set the end of a cache, which may have ended meanwhile."""
+        """Store the new end of a cache, whose earlier end may have passed."""
         await self.put(cache)
 
     async def remove(self, cache_id: str) -> None:

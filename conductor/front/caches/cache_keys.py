@@ -1,10 +1,12 @@
 """Context caches in etcd, where the next leader finds them.
 
-A cache has two keys: its content of up to some 1.5 MB, which never changes, and its end, which clients may
-change often. They are separate because etcd keeps former values of keys. Both are removed after the end.
+A cache has two keys in etcd: its content of up to some 1.5 MB, which never changes, and its end, which
+clients may change often. They are separate because etcd keeps former values of keys. Both are removed after
+the end.
 
-Owns: the keys and their content, which ends etcd may have that clients were not told. Does not know: who may
-see a cache, where its blocks are, etcd's calls (`mooncake.leadership.state_keys`).
+Owns: these keys and their values; the caches whose end in etcd may differ from the one that their clients
+were told. Does not know: who may see a cache, where its blocks are, etcd's calls
+(`mooncake.leadership.state_keys`).
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from mooncake.leadership.state_keys import MAX_KEYS, StateKeys
 
 _CONTENTS, _ENDS = "context_caches", "context_cache_ends"
 _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
-"""The numbers of keys in one answer of etcd: few contents, as each may have 1.5 MiB."""
+"""The most keys in one answer of etcd, for contents and for ends: few contents, as each may have 1.5 MiB."""
 _NEVER = 0.0
 """The end of a cache that should not be in etcd: it was deleted, or its client was never told of it."""
 _FASTEST = 1
@@ -37,14 +39,14 @@ class CacheKeys:
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys
         self._ends: dict[str, float] = {}
-        """The end, as clients were told, of each cache that etcd may have."""
+        """The end that clients were told of each cache that etcd may have, by id."""
         self._doubtful: set[str] = set()
-        """Caches of which etcd may have another end, as the answer to a change has not come."""
+        """Ids of caches of which etcd may have another end, as a change of it was not answered."""
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
         """Return the caches of this model, oldest first. Waits until etcd answers.
 
-        Of two caches with one name, the client was never told of the earlier one, which is removed.
+        Of two caches with one name the earlier one is removed: its client was never told of it.
         """
         contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
         ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)
@@ -85,10 +87,9 @@ class CacheKeys:
                 await self.tidy_up()
 
     async def tidy_up(self) -> None:
-        """Remove ended caches, and set the ends in doubt to those that clients were told: as many as fit into
-        one change.
+        """Remove ended caches, and set the ends in doubt to those that clients were told.
 
-        Raises NotStoredError.
+        Only as many as fit into one change of etcd. Raises NotStoredError.
         """
         async with self._keys.turn():
             now, most = time.time(), MAX_KEYS // 3
@@ -133,7 +134,7 @@ def _encoded_end(end: float) -> bytes:
 def _understood(
     contents: Mapping[str, bytes], encoded_ends: Mapping[str, bytes]
 ) -> tuple[dict[str, float], list[StoredCache]]:
-    """Return the ends, by id, and those caches that this release can decode."""
+    """Return the ends of all caches, by id, and the caches that this release can decode."""
     ends, caches = dict[str, float](), []
     for cache_id, encoded in encoded_ends.items():
         try:

@@ -1,7 +1,7 @@
 """The store of context caches that outlives a process: a file of this host, or etcd.
 
 A cache is stored before its client is told of it. It stays until it is deleted or its time to live has
-passed, even if the process ends. Times are seconds since 1970, as the process's own clock ends with the
+passed, even if the process ends. Times are seconds since 1970, as the event loop's clock does not outlive the
 process.
 
 Owns: the stored facts of a cache. Does not know: where they are stored (`cache_file`, `cache_keys`).
@@ -31,8 +31,8 @@ class StoredCache(NamedTuple):
 class CacheStore(Protocol):
     """The stored context caches of a cluster.
 
-    `put`, `extend` and `remove` are carried out in the order of their calls, and return when the change
-    outlives the process. They raise NotStoredError if it does not.
+    `put`, `extend` and `remove` are carried out in the order of their calls. They return when the change is
+    stored, and raise NotStoredError if it cannot be.
     """
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
@@ -42,7 +42,7 @@ class CacheStore(Protocol):
         """Add a cache."""
 
     async def extend(self, cache: StoredCache) -> None:
-        """Store a new `expires_at` of a cache."""
+        """Store the new `expires_at` of a cache."""
 
     async def remove(self, cache_id: str) -> None:
         """Remove a cache. Idempotent."""

@@ -1,8 +1,7 @@
 """Context caches (Mooncake, section 3): beginnings of prompts that clients have stored, by name, for a while.
 
-A cache belongs to the API key that has made it; nobody else can use, see or delete it. Its savings are
-counted with prompts that begin with its tokens, as far as the pool turned out to hold these, from the
-process's start on.
+A cache belongs to the API key that has made it; no other key can use, see or delete it. Its savings are the
+tokens that prompts behind it found in the pool, counted since the process has started.
 
 Owns: the caches, their names, ends and quotas, their savings. Does not know: where blocks are, HTTP, how
 caches are stored (`cache_store`).
@@ -30,21 +29,24 @@ from mooncake.messages.fronts import KeepContext
 from mooncake.security.api_keys import ApiKey
 
 MAX_CACHES = 256
-"""Most context caches of one API key, as each request searches them."""
+"""The most context caches of one API key, as each request searches them."""
 NO_KEY = "(none)"
-"""Name shown where clients have no keys; no key can have it."""
+"""The name that is shown where clients have no keys; no key can have it."""
 
 
 @dataclass(slots=True)
 class Savings:
-    """Totals of savings by context caches. `prefill_s`: predicted prefill time of the saved tokens."""
+    """Totals of savings by context caches. `prefill_s`: predicted prefill seconds of the saved tokens."""
 
     num_prompts: int = 0
     num_tokens: int = 0
     prefill_s: float = 0.0
 
     def add(self, num_tokens: int, costs: Costs | None) -> None:
-        """Count a prompt that found `num_tokens` in a cache. `costs`: those of prefill; None if unknown."""
+        """Count a prompt that found `num_tokens` in a cache.
+
+        `costs`: the costs of prefill; None if they are unknown.
+        """
         self.num_prompts += 1
         self.num_tokens += num_tokens
         if costs is not None:
@@ -53,8 +55,8 @@ class Savings:
 
 
 class Beginning(NamedTuple):
-    """The beginning of prompts that a context cache holds. It is stored, and sent to the processes that read
-    requests."""
+    """The beginning of prompts that a context cache holds, in a form that can be sent to the processes that
+    read requests."""
 
     token_ids: list[int]
     chat_prefix_json: bytes | None
@@ -62,7 +64,7 @@ class Beginning(NamedTuple):
     cache_salt: str | None
 
     def check_salt(self, cache_salt: str | None) -> None:
-        """Check that a request wants the cache's salt. Raises RequestError."""
+        """Check that a request has no salt, or the cache's own. Raises RequestError."""
         if cache_salt not in (None, self.cache_salt):
             raise RequestError(
                 "the context cache was made with another cache_salt; leave cache_salt out, or use its own",
@@ -71,7 +73,10 @@ class Beginning(NamedTuple):
             )
 
     def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
-        """Return the prefix of a conversation that also brings `tools`. Raises RequestError."""
+        """Return the prefix of a conversation. `tools`: the request's own tools, which must be none.
+
+        Raises RequestError.
+        """
         if self.chat_prefix_json is None:
             raise RequestError(
                 "this context cache was made from a prompt, and no conversation begins with that; use it in"
@@ -95,7 +100,7 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ContextCache:
-    """One cache. `keys` name the full blocks of its tokens, behind the root of its salt, `root_key`."""
+    """One cache. `keys` are the block keys of its full blocks, behind `root_key`, the root of its salt."""
 
     id: str
     name: str | None
@@ -108,18 +113,18 @@ class ContextCache:
     created_at: float
     """Seconds since 1970."""
     expires_s: float | None = None
-    """Time at which the cache ends; None while the cache is being made."""
+    """The time at which the cache ends; None while the cache is being made."""
     num_extending: int = 0
-    """Extensions that are being stored. Meanwhile the cache does not end."""
+    """The number of extensions that are being stored. While there are any, the cache does not end."""
     is_being_deleted: bool = False
     """Whether the cache's deletion is being stored. No request finds the cache any more, but its name is
-    taken and its tokens count, as storing may fail."""
+    still taken and its tokens still count, as the deletion may fail."""
     saved: Savings = field(default_factory=Savings)
     saved_by_key: Savings = field(default_factory=Savings)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that its key pays for."""
+        """The tokens of the cache, which count against the quota of its key."""
         return len(self.beginning.token_ids)
 
     def has_ended(self, now_s: float) -> bool:
@@ -128,20 +133,20 @@ class ContextCache:
 
 
 class CacheUse:
-    """The use of a cache by prompts, each of which begins with `num_shared` of its tokens."""
+    """The use of a cache by the prompts of one job. `num_shared`: the tokens that each prompt has from it."""
 
     def __init__(self, cache: ContextCache, num_shared: Sequence[int]) -> None:
         self._cache, self._num_shared = cache, num_shared
 
     def count(self, prompt_index: int, num_cached_tokens: int, costs: Costs | None) -> None:
-        """Count a prompt of which the pool held `num_cached_tokens`."""
+        """Count the savings of a prompt of which the pool held `num_cached_tokens`."""
         num_saved = min(num_cached_tokens, self._num_shared[prompt_index])
         self._cache.saved.add(num_saved, costs)
         self._cache.saved_by_key.add(num_saved, costs)
 
 
 def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the number of leading tokens that both have in common."""
     if tokens == others[: len(tokens)]:
         return len(tokens)
     pairs = enumerate(zip(tokens, others, strict=False))
@@ -149,8 +154,10 @@ def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 class ContextCaches:
-    """All caches of a front. Times are of the caller's clock, except `created_at` and `expires_at`, which
-    count from 1970."""
+    """All caches of a front.
+
+    Times are of the caller's clock, except `created_at` and `expires_at`, which are seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -161,12 +168,12 @@ class ContextCaches:
         block_size: int,
         now_s: float,
     ) -> None:
-        """Begin with what was stored before.
+        """Begin with the caches that were stored before.
 
         Args:
             default_quota: Tokens that a key may have in caches, unless its entry has a quota.
-            store: Where caches are stored, those of other models too.
-            stored: The caches of this model that are there.
+            store: The store of caches, of this model and of others.
+            stored: The caches of this model in the store.
             fingerprint: The model's fingerprint.
             block_size: Tokens of a block.
             now_s: The time.
@@ -174,7 +181,7 @@ class ContextCaches:
         self._default_quota = default_quota
         self._store, self._fingerprint = store, fingerprint
         self.num_store_failures = 0
-        """Changes that could not be stored, and were refused."""
+        """The number of changes that were refused as they could not be stored."""
         self._caches: dict[str, dict[str, ContextCache]] = {}
         """Caches by owner and id."""
         self._by_key: dict[str, Savings] = {}
@@ -191,9 +198,9 @@ class ContextCaches:
         keys: list[BlockKey],
         now_s: float,
     ) -> ContextCache:
-        """Add a new cache, whose blocks are still to be computed, and which is not stored yet.
+        """Add a new cache, which is not stored and whose blocks are not computed yet.
 
-        Raises RequestError for a name that is taken, and above the quota.
+        Raises RequestError for a name that is taken, and for too many caches or tokens.
         """
         own = self._living(_owner(key), now_s)
         if len(own) >= MAX_CACHES:
@@ -231,7 +238,8 @@ class ContextCaches:
         return cache
 
     async def keep(self, cache: ContextCache, ttl_s: float, now_s: float) -> None:
-        """Store a complete cache, or its new time to live. Raises RequestError if that fails."""
+        """Store a complete cache, or the new time to live of a stored one. Raises RequestError if that
+        fails."""
         stored = _stored(cache, self._fingerprint, time.time() + ttl_s)
         cache.num_extending += 1
         try:
@@ -242,8 +250,10 @@ class ContextCaches:
             cache.num_extending -= 1
 
     async def delete(self, cache: ContextCache) -> None:
-        """Delete a cache; no request finds it from now on. Raises RequestError if that fails, and then the
-        cache stays."""
+        """Delete a cache, which no request finds from now on.
+
+        If the deletion cannot be stored, the cache stays, and this raises RequestError.
+        """
         cache.is_being_deleted = True
         try:
             with self._refusing_what_is_not_stored():
@@ -295,11 +305,11 @@ class ContextCaches:
         ]
 
     def remove(self, cache: ContextCache) -> None:
-        """Forget a cache that is not stored, or has expired. Idempotent."""
+        """Forget a cache that is not in the store, or has expired. Idempotent."""
         self._caches.get(cache.owner, {}).pop(cache.id, None)
 
     def quota_of(self, key: ApiKey | None) -> int:
-        """Return how many tokens a key may have in caches."""
+        """Return the number of tokens that a key may have in caches."""
         given = None if key is None else key.max_context_cache_tokens
         return self._default_quota if given is None else given
 

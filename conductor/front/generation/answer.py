@@ -81,11 +81,12 @@ class AnswerFormat:
             and all(params.num_logprobs is None for params in job.sampling)
         )
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        """JSON before and behind the text of an event, by choice; only for choices that have begun and whose
-        events have only text."""
+        """The JSON before and behind the text of an event, by choice: for choices that have begun and whose
+        events have nothing but text."""
 
     def seen(self, delta: Delta) -> Delta:
-        """Return new tokens after the search for tool calls: a choice may end with its tool calls."""
+        """Search new tokens for tool calls, and return them: with a finish reason if the choice ends with its
+        tool calls."""
         with_tools = self._tool_answers.get(delta.choice_index)
         if with_tools is None:
             return delta
@@ -103,7 +104,7 @@ class AnswerFormat:
         choice.add(delta)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """Yield the JSON of an answer that is not streamed, choice by choice, once all tokens have been
+        """Yield the JSON of an answer that is not streamed, choice by choice. All tokens must have been
         gathered."""
         around = {**self._base, "object": self._object, "choices": [_PLACE], "usage": _usage(usage)}
         head, tail = _encode(around).split(_encode(_PLACE))
@@ -218,7 +219,7 @@ def _without_tokens(delta: Delta) -> Delta:
 
 
 class _WholeChoice:
-    """A choice of an answer that is not streamed. Its JSON is built as tokens come, not all at the end."""
+    """A choice of an answer that is not streamed. Its JSON is built while tokens arrive, not at the end."""
 
     def __init__(self, tools: ToolAnswer | None, logprobs_of: _LogprobsOf) -> None:
         self._tools, self._logprobs_of = tools, logprobs_of

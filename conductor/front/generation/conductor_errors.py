@@ -1,4 +1,4 @@
-"""The errors with which the Conductor ends a request, as the request's client gets them.
+"""The errors that clients get when the Conductor ends a request.
 
 Owns: the error for each message of the Conductor that ends a request. Does not know: requests, how errors are
 sent.
@@ -16,7 +16,7 @@ from mooncake.messages.fronts import Failed, Rejected
 
 
 def error_of(ended: Rejected | Failed) -> RequestError:
-    """Return the error for the client of a request that the Conductor has rejected, or that has failed."""
+    """Return the error for the client of a request that was rejected or has failed."""
     match ended:
         case Rejected():
             return _rejection(ended)

@@ -27,8 +27,8 @@ from mooncake.messages.requests import FinishReason, Request, SamplingParams, To
 class Delta(msgspec.Struct, frozen=True):
     """New output of one choice. `text` may be empty; `token_ids` are the tokens that `usage` counts.
 
-    If logprobs are wanted: the logprobs of each token, and the character of the choice's text at which it
-    begins.
+    `logprobs` and `offsets` are empty unless the client wants logprobs. `offsets`: the character of the
+    choice's text at which each token begins.
     """
 
     choice_index: int
@@ -40,11 +40,11 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 _MAX_TOKENS_AT_ONCE = 1 << 16
-"""Prompt tokens submitted in one turn of the event loop at most."""
+"""The most prompt tokens that are submitted in one turn of the event loop."""
 
 
 class Usage(NamedTuple):
-    """Tokens of a whole HTTP request; each prompt counts once, however many choices it has."""
+    """The numbers of tokens of an HTTP request; each prompt counts once, however many choices it has."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -53,7 +53,7 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """State of one choice. `last_s`: time of its latest tokens; None before the first.
+    """The state of one choice. `last_s`: time of its latest tokens; None before the first.
 
     `gaps_s`: seconds between its iterations.
     """
@@ -127,10 +127,10 @@ class Generation:
         return not self._running and not self._num_unsubmitted
 
     def gain(self, event: Event) -> Delta | None:
-        """Return the new output of a choice with `event`, the choice's next event. Raises RequestError.
+        """Return the new output that `event`, the next event of a choice, brings. Raises RequestError.
 
-        None if the choice had ended by a stop string, and the event was in flight. With a finish reason the
-        choice has ended, and the caller calls `end`.
+        None if the choice had ended at a stop string while the event was in flight. If the output has a
+        finish reason, the choice has ended, and the caller calls `end`.
         """
         choice = self._running.get(event.request_id)
         if choice is None:
@@ -149,7 +149,7 @@ class Generation:
         return Delta(choice.index, plain.push(event.token_ids), event.token_ids, None)
 
     async def end(self, request_id: str, reason: FinishReason) -> None:
-        """Record that a choice has all of its tokens, and cancel what may still be computed of it."""
+        """Record that a choice has all of its tokens, and cancel its request, which may still run."""
         choice = self._running.pop(request_id)
         await self._link.cancel(request_id)
         self._metrics.choice_ended(started=True)

@@ -1,6 +1,7 @@
-"""The span of an HTTP request that generates, which begins a trace or continues its client's.
+"""The span of an HTTP request for generation, which begins a trace or continues the client's trace.
 
-Owns: what of a request its span tells, never text. Does not know: spans of the Conductor and of workers.
+Owns: the span's attributes and events, which never have text. Does not know: spans of the Conductor and of
+workers.
 """
 
 import time
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 _OPERATIONS = {ApiEndpoint.CHAT: "chat", ApiEndpoint.COMPLETION: "text_completion"}
-"""The names of operations in OpenTelemetry's conventions."""
+"""The names of the operations in OpenTelemetry's conventions."""
 _HEADERS = _PARENT, _STATE = b"traceparent", b"tracestate"
 _ENDS = frozenset({"stop", "length", "aborted"})
 
@@ -116,7 +117,7 @@ class HttpSpan:
     def end(self, request_id: str) -> None:
         """End the span. `request_id` is the id in the response's header.
 
-        A refusal is no error of the server.
+        A status from 400 to 499 is no error of the span, as the server did not fail.
         """
         is_refusal = self.status is not None and 400 <= self.status < 500
         error = self.error or (

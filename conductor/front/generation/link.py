@@ -1,12 +1,12 @@
-"""The front's two connections: one to the Conductor, one where workers send tokens.
+"""The front's two links: the connection to the Conductor, and the socket to which workers send tokens.
 
 Owns: the heartbeat with the Conductor, the requests in flight. Does not know: HTTP, text, which of the tokens
 that arrive are new (`reception`).
 
-The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is another Conductor, which knows
-nothing of requests in flight and of context caches: it is told of them (`Resume`, `KeepContext`). Requests
-fail when the Conductor had given this front up. Each heartbeat names them, so that both sides see which
-messages a break of the connection has lost.
+The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in the answer means another Conductor,
+which knows nothing of requests in flight and of context caches: the front reports them (`Resume`,
+`KeepContext`). Requests fail when the Conductor had given this front up. Each heartbeat names the requests in
+flight (`InFlight`), so that both sides see which messages a break of the connection has lost.
 """
 
 import asyncio
@@ -51,13 +51,13 @@ from mooncake.security.keys import ClusterKey
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
-"""Unanswered heartbeats after which the Conductor counts as gone. Not seconds, as a front that was stopped
-for a while has answers that it has not read yet."""
+"""The number of unanswered heartbeats beyond which the Conductor counts as gone. Heartbeats are counted, not
+seconds, as a front that was stopped for a while has answers that it has not read yet."""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""Heartbeats for which tokens are awaited after the Conductor has reported that all were sent, or that the
-request is unknown. A count for the same reason."""
+"""The number of heartbeats for which tokens are awaited after the Conductor has reported that all were sent,
+or that the request is unknown."""
 _MAX_OUTPUTS_AT_ONCE = 128
-"""Workers' messages handled in one turn of the event loop at most."""
+"""The most outputs of workers that are handled in one turn of the event loop."""
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,16 @@ class Link:
     ) -> None:
         """Open the socket for workers' tokens. Raises ConfigError for an unusable endpoint.
 
-        Workers are given `reply_endpoint`; this front listens at `reply_listen_endpoint`, if not None. While
-        the Conductor is gone, a request fails after `absence_timeout_s` seconds without a token. `on_dropped`
-        is called for each stale output, `kept` for the context caches, of which each Conductor is told once.
+        Args:
+            conductor: The link to the Conductor.
+            reply_endpoint: The endpoint to which workers send tokens.
+            key: The cluster key.
+            fingerprint: The model's fingerprint.
+            block_size: Tokens of a block.
+            absence_timeout_s: Seconds without a token after which a request fails if the Conductor is gone.
+            on_dropped: A callback for each stale output.
+            kept: A function that returns the context caches, which are reported to each Conductor once.
+            reply_listen_endpoint: The endpoint at which this front listens, if not `reply_endpoint`.
         """
         self._conductor = conductor
         self._replies: Router[Tokens] = Router(reply_listen_endpoint or reply_endpoint, Tokens, key)
@@ -119,7 +126,7 @@ class Link:
         self._cluster: ClusterState | None = None
         self._num_unanswered = 0
         self.first_answer = asyncio.Event()
-        """Set once the Conductor has answered."""
+        """An event that is set once the Conductor has answered."""
         self._ended: UnavailableError | None = None
 
     @property
@@ -138,7 +145,7 @@ class Link:
         return len(self._in_flight)
 
     def num_received(self, request_id: str) -> int | None:
-        """Return how many tokens of a request have arrived; None if the request is not in flight."""
+        """Return the number of a request's tokens that have arrived; None if it is not in flight."""
         reception = self._in_flight.get(request_id)
         return None if reception is None else len(reception.token_ids)
 
@@ -154,11 +161,12 @@ class Link:
             self._replies.close()
 
     async def submit(self, request: Request, receive: Receive, claim: QuotaClaim | None = None) -> None:
-        """Submit a request. `receive` is called with its tokens, or with the reason why none follow.
+        """Submit a request. Raises UnavailableError.
 
-        `claim` comes with the first choice of an answer.
-
-        Raises UnavailableError.
+        Args:
+            request: The request.
+            receive: A callback for its tokens, and for the error if no more tokens follow.
+            claim: The answer's claim on the tenant's quota, for the first choice of an answer only.
         """
         if self._ended is not None:
             raise self._ended
@@ -192,7 +200,7 @@ class Link:
             del self._orders[number]
 
     async def tell(self, message: KeepContext | DropContext) -> None:
-        """Tell the Conductor of a context cache. Raises UnavailableError."""
+        """Report a new, extended or deleted context cache to the Conductor. Raises UnavailableError."""
         try:
             await self._conductor.send(message)
         except PeerGoneError as error:
@@ -288,8 +296,10 @@ class Link:
                             reception.is_unknown = True
 
     async def _continue(self, request_id: str) -> None:
-        """Resubmit a request whose decode instance is lost, with its output so far; cancel one that has
-        ended."""
+        """Resubmit an interrupted request with its output so far; cancel one that is not in flight any more.
+
+        A request is interrupted by the loss of its instance, by a failed attempt, or by another Conductor.
+        """
         reception = self._in_flight.get(request_id)
         if reception is None:  # it ended in the meantime
             await self._say(Cancel(request_id))
@@ -329,7 +339,7 @@ class Link:
                     await self._conductor.send(context)
 
     async def _resume_all(self) -> None:
-        """Tell another Conductor of all requests in flight. Raises PeerGoneError."""
+        """Report all requests in flight to another Conductor. Raises PeerGoneError."""
         for request_id in list(self._in_flight):
             reception = self._in_flight.get(request_id)
             if reception is not None:

@@ -1,6 +1,6 @@
-"""Logprobs in OpenAI's two shapes: of chats, and of plain completions.
+"""Logprobs in OpenAI's two forms: of chats, and of plain completions.
 
-Owns: their JSON. Does not know: where they come from.
+Owns: the JSON of logprobs. Does not know: where logprobs come from.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,13 +11,13 @@ from conductor.front.generation.generation import Delta
 from mooncake.messages.requests import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
-"""Least logprob shown, as vLLM's: JSON has no infinity."""
+"""The least logprob that is shown, as JSON has no infinity. It is vLLM's."""
 TokenBytes = Callable[[int], bytes]
 
 
 def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return a chat completion's logprobs: an entry for each token that `usage` counts, the last one
-    included."""
+    """Return a chat completion's logprobs: an entry for each token that `usage` counts, with that of a stop
+    token."""
     content = [
         {
             **_entry(token_id, of_token.logprob, token_bytes),

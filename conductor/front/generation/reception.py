@@ -1,8 +1,8 @@
 """The tokens that arrive for one request, and the progress of their arrival.
 
 Source and destination of a migration send over two connections, so the first tokens of the destination may
-overtake the last ones of the source. Tokens that come early wait for those before them, of
-whichever attempt: every attempt gives the same token at the same position.
+overtake the last tokens of the source. Early tokens wait until the tokens before them have arrived. These may
+be of any attempt, as every attempt gives the same token at the same position.
 
 Owns: which tokens are new, whatever attempt they are of; the error of a request whose tokens are missing.
 Does not know: connections, who waits for the tokens.
@@ -28,7 +28,7 @@ class Received(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     finish_reason: FinishReason | None
     logprobs: Sequence[TokenLogprobs] = ()
-    """Logprobs of each token, if the request wants them."""
+    """The logprobs of each token; empty if the request wants none."""
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ Receive = Callable[[Event], None]
 
 
 MAX_BEATS_FOR_MISSING = 2
-"""Heartbeats of the front for which early tokens may wait for missing ones."""
+"""The number of the front's heartbeats at which early tokens count as waiting for too long."""
 
 
 @dataclass(slots=True)
@@ -57,17 +57,17 @@ class Reception:
     last_s: float = field(init=False)
     """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)
-    """The latest attempt of which tokens have come, as a pair with the epoch of its Conductor in front."""
+    """The latest attempt of which tokens have arrived: the epoch of its Conductor, and its number."""
     token_ids: list[int] = field(default_factory=list)
+    """The tokens that have arrived in order."""
     early: list[TokenOutput] = field(default_factory=list)
-    """Outputs that wait for missing tokens before them, by position; each begins behind the end of
-    `token_ids`."""
+    """Outputs before which tokens are missing, by position: each begins behind the end of `token_ids`."""
     num_missing_beats: int = 0
     """Consecutive heartbeats at which there were `early` outputs."""
     num_sent: int | None = None
-    """Number of all tokens, once the Conductor has said that they were sent."""
+    """The number of all tokens of the output, once the Conductor has reported that all were sent."""
     num_silent_beats: int = 0
-    """Heartbeats without tokens since the Conductor said that no more come."""
+    """Heartbeats without tokens since the Conductor has reported that no more are sent."""
     is_unknown: bool = False
     """Whether the Conductor has reported since the latest heartbeat that the request is unknown."""
 
@@ -76,7 +76,7 @@ class Reception:
 
     @property
     def what_is_missing(self) -> UnavailableError:
-        """The error for a request that has not ended and gets no more tokens. The client may retry."""
+        """The error for a request that gets no more tokens before its end. The client may retry."""
         num_received = len(self.token_ids)
         if self.num_sent is not None:
             missing = f"{num_received} of {self.num_sent} tokens arrived, the rest was lost"
@@ -91,12 +91,11 @@ class Reception:
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
     def accept(self, output: TokenOutput) -> list[Received] | None:
-        """Return the new tokens that `output` completes; None if it belongs to an attempt that has been
-        replaced.
+        """Return the new tokens that `output` completes; None if its attempt has been replaced.
 
-        While tokens are missing, an output of a replaced attempt may fill the gap.
-        Raises GenerationFailedError when its tokens differ from those that an earlier attempt has given: what
-        the client has read cannot be taken back.
+        While tokens are missing, an output of a replaced attempt may fill the gap. Raises
+        GenerationFailedError if the tokens differ from those that an earlier attempt has given, as tokens
+        that the client has read cannot be taken back.
         """
         attempt = _attempt(output)
         is_stale = attempt < self.attempt
@@ -110,9 +109,9 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Return `received` with the early outputs that have no gap before them any more.
+        """Return `received` with the early outputs before which no tokens are missing any more.
 
-        `attempt` is the one whose tokens have arrived.
+        `attempt` is the attempt of the output that has just arrived.
         """
         if attempt == self.attempt:  # it gives the rest itself, so outputs of earlier attempts are not needed
             self.early = [output for output in self.early if _attempt(output) == attempt]
@@ -124,8 +123,8 @@ class Reception:
         return received
 
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
-        """Append an output before which no tokens are missing, and return its new tokens, if there are
-        any."""
+        """Append an output before which no tokens are missing, and return its new tokens; nothing if it has
+        none."""
         new = output.token_ids
         if output.position < len(self.token_ids):
             known = self.token_ids[output.position : output.position + len(new)]

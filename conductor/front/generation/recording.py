@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 TRACE_BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 MOST_QUEUED = 10_000
-"""Requests that may wait for hashing. Further requests are not recorded."""
+"""The most requests that wait for hashing. Further requests are not recorded."""
 _ID_BITS = 53
-"""Bits of a hash id: JSON readers represent such integers exactly."""
+"""The bits of a hash id: as many as JSON readers represent exactly."""
 
 
 class TraceLine(msgspec.Struct):
@@ -103,7 +103,7 @@ class Recorder:
             log.warning("%d requests are not in %s: they came too fast", self._num_left_out, self.path)
 
     def _write(self) -> None:
-        """Write lines until the recorder is closed, the file is full or cannot be written."""
+        """Write lines until the recorder is closed, or the file is full or cannot be written."""
         try:
             with contextlib.closing(self._trace):
                 while (item := self._queue.get()) is not None:
@@ -127,7 +127,7 @@ class _Trace:
         self._salt = os.urandom(16)
         self._began_s = time.monotonic()
         self._waiting: OrderedDict[str, TraceLine] = OrderedDict()
-        """Lines in order of arrival. The first one is of a running request."""
+        """Lines in order of arrival. The first line is of a running request."""
         self._ended: set[str] = set()
 
     def begin(self, request: Request, at_s: float) -> None:
@@ -138,7 +138,7 @@ class _Trace:
         self._waiting[request.request_id] = TraceLine(timestamp, len(prompt), 0, ids)
 
     def end(self, request_id: str, num_output_tokens: int) -> bool:
-        """Set a line's output length, and write all lines up to the first request that runs.
+        """Set a line's output length, and write the lines before the first line of a running request.
 
         Returns whether the file had room for them.
         """

@@ -1,4 +1,4 @@
-"""One line in the log for each request that has ended, at INFO.
+"""The log of requests: one line at level INFO for each request that has ended.
 
 Owns: the line, which never has text of a prompt or an answer. Does not know: why a request ended.
 """

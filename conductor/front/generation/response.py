@@ -1,4 +1,4 @@
-"""Sending one generation's answer, for as long as its client listens.
+"""The response that sends one generation's answer, for as long as its client is connected.
 
 Owns: the HTTP status (known with the first token, not before), the event stream, and the watch over the
 client's connection. Does not know: the contents of answers.
@@ -22,9 +22,9 @@ from conductor.front.metrics import Metrics, RequestOutcome
 from mooncake.errors import RequestError
 
 _MAX_EVENTS_AT_ONCE = 64
-"""Events sent in one turn of the event loop to a client that has not read for a while."""
+"""The most events sent in one turn of the event loop to a client that has not read for a while."""
 _MAX_BYTES_AT_ONCE = 1 << 17
-"""Bytes of a whole answer that are encoded in one turn of the event loop."""
+"""The most bytes of a whole answer that are encoded in one turn of the event loop, up to one part."""
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -52,9 +52,9 @@ class GenerationResponse(Response):
 
     The request ends at once when its client hangs up.
 
-    Events between the first and the last one are sent when they are received, in the same turn of the event
-    loop. The first and the last one are sent by the request's task, and so are all while the client does not
-    read; later output waits as token ids meanwhile.
+    The first and the last event are sent by the request's task. Events between them are sent in the turn of
+    the event loop in which their tokens are received. While the client does not read, the task sends these,
+    too, and output that waits is kept as token ids.
     """
 
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
@@ -62,9 +62,10 @@ class GenerationResponse(Response):
         self._generation, self._answers, self._metrics = generation, answers, metrics
         self._is_streamed = stream
         self._pending: deque[Event | _Ending | Exception] = deque()
-        """Parts to send, or an error to raise, by the task. The first one stays until it has been sent."""
+        """Output that the task is to send, or an error that it is to raise. The first entry stays until it
+        has been sent."""
         self._news = asyncio.Event()
-        """Set when something is pending or the client has gone."""
+        """An event that is set when something is pending or the client has gone."""
         self._has_started = self._is_disconnected = False
         self._outcome = RequestOutcome.ABORTED
 
@@ -147,7 +148,7 @@ class GenerationResponse(Response):
             await self._send_part(chunks)
 
     def _gain(self, event: Event) -> Delta | None:
-        """Return the new output of a choice, after the search for tool calls. Raises RequestError."""
+        """Return the new output of a choice, searched for tool calls. Raises RequestError."""
         delta = self._generation.gain(event)
         return None if delta is None else self._answers.seen(delta)
 
@@ -159,7 +160,7 @@ class GenerationResponse(Response):
         return b""
 
     async def _end(self, chunks: bytes) -> None:
-        """Send the end of the answer. `chunks`: the last chunks of a stream."""
+        """Send the end of a stream, whose last chunks are `chunks`, or the whole answer."""
         await self._generation.aclose()  # a client that has the answer finds it counted
         usage = self._generation.usage()
         if self._is_streamed:

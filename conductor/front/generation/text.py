@@ -1,6 +1,6 @@
-"""Text that a client may see, from token ids: incremental decoding and stop strings.
+"""The text of a choice, from token ids: incremental decoding and stop strings.
 
-Owns: what is held back and where a text is cut. Does not know: requests, HTTP.
+Owns: which text is held back, and where a text is cut. Does not know: requests, HTTP.
 """
 
 from collections import deque
@@ -17,7 +17,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Decoded(msgspec.Struct, frozen=True):
     """New text of a choice.
 
-    `num_tokens`: pushed tokens that belong to the answer, fewer than pushed at a stop string.
+    `num_tokens`: the number of pushed tokens that belong to the answer; at a stop string, those up to the one
+    that completes it.
 
     `offsets`: the character of the text at which each of these tokens begins, if the stream counts
     characters.
@@ -32,8 +33,8 @@ class Decoded(msgspec.Struct, frozen=True):
 class _StopStrings:
     """An automaton of all stop strings (Aho and Corasick).
 
-    A state is the longest suffix of the text with which a stop string begins. So a character costs the same,
-    whatever the number and length of stop strings.
+    A state is the longest suffix of the text with which a stop string begins. So the cost of a character does
+    not depend on the number and length of stop strings.
     """
 
     __slots__ = ("fallback", "following", "held", "longest")
@@ -41,13 +42,13 @@ class _StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops)
         self.following: list[dict[str, int]] = [{}]
-        """Next state by state and next character."""
+        """The next state, by state and next character."""
         self.held = [0]
-        """Length of each state."""
+        """The length in characters of each state."""
         self.fallback = [0]
-        """Fallback of each state: the state of its longest shorter suffix with which a stop string begins."""
+        """The fallback of each state: its longest shorter suffix with which a stop string begins."""
         self.longest = [0]
-        """Length of the longest stop string that each state ends with, or 0."""
+        """The length of the longest stop string with which each state ends; 0 without one."""
         for stop in stops:
             self._add(stop)
         states = deque(self.following[0].values())
@@ -80,14 +81,14 @@ class _StopStrings:
 
 
 _stop_strings = lru_cache(maxsize=4)(_StopStrings)
-"""Return the automaton of these stop strings, cached, as the choices of a request have the same."""
+"""Return the automaton of these stop strings, cached, as all choices of a request have the same strings."""
 
 
 class StopMatcher:
-    """A matcher that finds the stop string which is complete first, and shows no part of a stop string.
+    """A matcher that finds the stop string which ends first in a text, and holds back parts of stop strings.
 
-    The result does not depend on how the text is divided into pieces: a text is cut before the stop string
-    that ends first; if several end together, before the one that begins first.
+    A text is cut before the stop string that ends first; if several end together, before the longest. The
+    result does not depend on how the text is divided into pieces.
     """
 
     __slots__ = ("_held", "_state", "_stops")
@@ -139,12 +140,12 @@ class TextStream:
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
         self.plain = None if stops or counts_offsets else detokenizer
-        """Detokenizer whose text is shown as it is until `flush`; None if each token is looked at."""
+        """The detokenizer whose text is shown unchanged until `flush`; None if each token is looked at."""
         self._num_tokens = 0
         self._num_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> Decoded:
-        """Return the text of more tokens. Nothing may be pushed after `stopped`."""
+        """Return the text of more tokens. No tokens may be pushed after a stop string was found."""
         if self.plain is not None:
             return Decoded(self.plain.push(token_ids), len(token_ids), False)
         shown, offsets = "", []
@@ -164,7 +165,7 @@ class TextStream:
 
     @property
     def num_chars(self) -> int:
-        """Characters decoded so far, of a stream that counts them."""
+        """The number of characters decoded so far, if the stream counts them; else 0."""
         return self._num_chars
 
     def flush(self) -> Decoded:

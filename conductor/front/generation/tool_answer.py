@@ -1,4 +1,4 @@
-"""An assistant's message that may have tool calls, in OpenAI's JSON: whole, and as deltas.
+"""A choice's message that may have tool calls, in OpenAI's JSON: whole, and as deltas.
 
 Owns: ids of calls, finish reasons. Does not know: where text comes from, chunks and choices.
 """
@@ -35,9 +35,9 @@ class ToolAnswer:
         """Calls, each with the pieces of its arguments so far."""
 
     def see(self, text: str, finish_reason: FinishReason | None) -> None:
-        """Parse new text of the answer, the last text if there is a finish reason.
+        """Parse new text of the answer. With a finish reason it is the last text.
 
-        The caller then calls `deltas` or `gather`.
+        The caller calls `deltas` or `gather` next.
         """
         events = self._parser.push(text)
         if finish_reason is not None:
@@ -76,8 +76,8 @@ class ToolAnswer:
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
-        """Return the finish reason that clients expect: an answer that stopped within a call has no call to
-        be made."""
+        """Return the finish reason that clients expect: `tool_calls` for an answer that stopped behind
+        complete calls, unless the client has named the function."""
         has_calls = self._parser.num_calls > 0 and not self._parser.is_within_call
         if reason is FinishReason.STOP and has_calls and not self._tools.is_named:
             return "tool_calls"
