@@ -3,8 +3,8 @@
 Times are in seconds as the front sees them: from a request's arrival over HTTP to its tokens' arrival from a
 worker. The `vllm:` names carry the same values for dashboards that query them.
 
-Every token is counted, so counting is adding to plain numbers; names, labels and the format
-come with the scrape. All of it happens in the thread of the front's event loop.
+Every token is counted, so counting only adds to plain numbers; names, labels and the format are added at a
+scrape. All calls are made in the thread of the front's event loop.
 
 Owns: metric names and buckets, the comparison with SLOs. Does not know: when something happens.
 """
@@ -43,7 +43,7 @@ REJECTION_BUCKETS_S = (
 
 
 class RequestOutcome(StrEnum):
-    """How an HTTP request ended."""
+    """The way in which an HTTP request ended."""
 
     FINISHED = "finished"
     ABORTED = "aborted"  # the client hung up
@@ -60,7 +60,10 @@ class Denial(StrEnum):
 
 
 def tbt_s(gaps_s: Sequence[float]) -> float | None:
-    """Return the time between tokens of one request; None if it has no two tokens."""
+    """Return the TBT of one request in seconds, the mean of its longest gaps; None without gaps.
+
+    `gaps_s`: seconds between its iterations.
+    """
     if not gaps_s:
         return None
     longest = sorted(gaps_s)[-math.ceil(TBT_SHARE * len(gaps_s)) :]
@@ -83,7 +86,7 @@ class Distribution:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Bounds and cumulative counts, the last bound infinite."""
+        """The bounds of the buckets with cumulative counts; the last bound is infinite."""
         bounds = (*self._bounds, math.inf)
         return list(zip(map(floatToGoString, bounds), map(float, accumulate(self._counts)), strict=True))
 
@@ -121,7 +124,7 @@ class Metrics(Collector):
     # -- what happens -----------------------------------------------------------------------------
 
     def request_ended(self, outcome: RequestOutcome) -> None:
-        """Count an HTTP request that has its answer, or needs no answer any more."""
+        """Count an HTTP request that has got its answer, or needs none any more."""
         self._outcomes[outcome] += 1
 
     def request_denied(self, reason: Denial) -> None:
@@ -152,7 +155,7 @@ class Metrics(Collector):
     def choice_finished(
         self, reason: FinishReason, latency_s: float, ttft_s: float, gaps_s: Sequence[float]
     ) -> None:
-        """Count a choice that has all of its tokens, with `gaps_s` between them."""
+        """Count a choice that has all of its tokens. `gaps_s`: the seconds between its iterations."""
         self._finished[reason] += 1
         self._e2e.observe(latency_s)
         of_choice_s = tbt_s(gaps_s)
@@ -174,7 +177,7 @@ class Metrics(Collector):
             self._gap.observe(gap_s)
 
     def prompt_received(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count a prompt whose KVCache is complete, and its tokens that came from the cache."""
+        """Count the tokens of a prompt whose KVCache is complete, and those that were in the cache."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached_tokens
 
@@ -185,7 +188,7 @@ class Metrics(Collector):
     # -- what is scraped --------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics under their own names, and those that vLLM has also under vLLM's names."""
+        """Yield all metrics under their own names, and some of them under vLLM's names as well."""
         yield from self._own()
         yield from self._as_vllm()
 

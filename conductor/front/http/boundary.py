@@ -1,10 +1,9 @@
-"""Boundary of the application: ids of requests, the size of bodies, and responses to unexpected errors.
+"""The boundary of the application: ids of requests, the size of bodies, and responses to errors.
 
 `RequestIds` is around the whole application. `Boundary` is inside the middleware that adds headers to all
 responses (CORS).
 
-Owns: that every response has an id and that no exception leaves without OpenAI's error body.
-Does not know: routes.
+Owns: the id of every response, and OpenAI's error body for every exception. Does not know: routes.
 """
 
 import asyncio
@@ -60,10 +59,10 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class RequestIds:
-    """ASGI middleware that gives each request an id, which its response carries.
+    """ASGI middleware that gives each request an id, which is in a header of the response.
 
-    The id is the client's, or that of its trace (W3C Trace Context). HEAD is answered as GET; the server
-    leaves the body out.
+    The id is the client's own, or that of its trace (W3C Trace Context), or random. HEAD is answered as GET;
+    the server leaves the body out.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -134,9 +133,9 @@ def response_to(error: RequestError | ClientDisconnect) -> Response:
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
-    """Make the application answer errors as OpenAI does. To be called after the last route.
+    """Make the application answer errors as OpenAI does. To be called after the last route was added.
 
-    `unserved`: paths that other servers have.
+    `unserved`: path prefixes of endpoints that other servers have and this one has not.
     """
 
     @app.exception_handler(RequestError)

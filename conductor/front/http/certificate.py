@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """A TLS certificate and its key, from their files. Every handshake uses `context`."""
+    """A TLS certificate and its key, from their files. Every handshake uses the TLS context `context`."""
 
     def __init__(self, cert: Path, key: Path) -> None:
         """Read both files. Raises ConfigError for a certificate or key that cannot be used."""
@@ -28,7 +28,8 @@ class Certificate:
         self._load_into(self.context)
 
     async def follow(self) -> None:
-        """Watch the files until cancelled. Open connections go on; new ones get the new certificate."""
+        """Watch the files until cancelled. Open connections go on; new connections get the new
+        certificate."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()

@@ -1,11 +1,10 @@
 """One HTTP/1.1 connection, to a client that may be slow, greedy or hostile.
 
-Requests are answered one after the other: while one is being answered, bytes behind it wait unread.
+Requests are answered one after the other: while a request is answered, bytes behind it wait unread.
 
-Owns: the deadline from the connection or a request's first byte to its last, and the 408 for a request that
-misses it; the 503 for a request that makes room for others; how long a client may take nothing of a response;
-how long a connection stays open without a request. Does not know: what the application answers, how many
-connections there may be (`sharing`).
+Owns: the deadline for a request to arrive, and the 408 for a request that misses it; the 503 for a request
+that makes room for others; how long a client may read nothing of a response; how long a connection stays open
+without a request. Does not know: what the application answers, how many connections there may be (`sharing`).
 """
 
 import asyncio
@@ -34,15 +33,15 @@ from conductor.front.http.timers import Timeouts, Timer
 from mooncake.errors import RequestError
 
 _MAX_BUFFERED_BYTES = 1 << 16
-"""Bytes of a request's body that wait for the application before the client has to wait."""
+"""The most bytes of a request's body that wait for the application before the client has to wait."""
 _MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
-"""Pieces of a chunked body, and chunks or parts of these, that are parsed before other connections have their
-turn: some 64 KiB in large chunks."""
+"""The most pieces, and the most reported parts of bodies, that are parsed before other connections have their
+turn: some 64 KiB of a body in large chunks."""
 
 
 @dataclass(slots=True)
 class Serving:
-    """State that all connections of a server share."""
+    """The state that all connections of a server share."""
 
     app: ASGIApp
     timeouts: Timeouts
@@ -59,7 +58,7 @@ class Serving:
 class Connection(asyncio.Protocol):
     """The asyncio protocol of one connection.
 
-    While `accepted` is in its TLS handshake it counts as a waiting connection.
+    `accepted` is the accepted socket. The connection counts as a waiting one from its TLS handshake on.
     """
 
     _transport: asyncio.Transport
@@ -80,12 +79,12 @@ class Connection(asyncio.Protocol):
         self._answering: Exchange | None = None
         """The request that the application answers."""
         self._pipelined: deque[tuple[Exchange, Scope]] = deque()
-        """Requests behind the one that is answered which the parser has read already."""
+        """Requests that the parser has read already, behind the request that is being answered."""
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._is_reading = True
         self._awaits_turn = False
-        """Whether received bytes wait for this connection's turn to be parsed."""
+        """Whether the connection is queued for its turn to parse received bytes."""
         self._request_timer, self._idle_timer, self._send_timer = Timer(), Timer(), Timer()
         serving.table.accepted(self)
 
@@ -128,7 +127,7 @@ class Connection(asyncio.Protocol):
         self._read_on()
 
     def _read_on(self) -> None:
-        """Parse received bytes up to the end of the next request to be answered."""
+        """Parse received bytes, up to the end of a request that is not answered yet."""
         most_parts = self._parser.num_parts + _MAX_PARTS_AT_ONCE
         for num_pieces in itertools.count():
             if self._transport.is_closing():
@@ -152,7 +151,7 @@ class Connection(asyncio.Protocol):
         self.resume_reading()
 
     def _read_later(self) -> None:
-        """Parse further when it is this connection's turn."""
+        """Stop reading, and parse more when it is this connection's turn."""
         self._pause_reading()
         if not self._awaits_turn:
             self._awaits_turn = True
@@ -324,13 +323,13 @@ class Connection(asyncio.Protocol):
             self._refuse("408 Request Timeout", message, "request_timeout")
 
     def _has_whole_request(self) -> bool:
-        """Return whether a request is being answered, so that another one may arrive behind it."""
+        """Return whether the request that is being answered has arrived completely."""
         return self._answering is not None and self._answering is not self._arriving
 
     def _refuse(self, status: str, message: str, code: str) -> None:
         """Close the connection, with an error for the request that is arriving.
 
-        Earlier requests are answered first.
+        If an earlier request is being answered, the connection closes behind its answer, without the error.
         """
         if self._has_whole_request():
             self._end_behind_whole_requests()
@@ -349,7 +348,7 @@ class Connection(asyncio.Protocol):
         self._parser.clear()
 
     def _write_error(self, status: str, message: str, code: str) -> None:
-        """Answer the request that is arriving with an error, unless the application answers it."""
+        """Answer the request that is arriving with an error, unless its response has started."""
         if self._arriving is None or self._arriving.state is ResponseState.PENDING:
             body = msgspec.json.encode(error_body(RequestError(message, status=int(status[:3]), code=code)))
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -358,7 +357,7 @@ class Connection(asyncio.Protocol):
     def make_room(self) -> None:
         """Close the connection to free its slot, with an error for the request that is arriving.
 
-        Requests before it are answered first.
+        If an earlier request is being answered, the connection closes behind its answer, without the error.
         """
         if self._accepted is not None:
             self.abort()

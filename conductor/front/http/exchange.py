@@ -1,11 +1,12 @@
 """One HTTP request and its response, as an ASGI application sees them.
 
 ASGI's `send` is a coroutine that passes through every middleware. A stream has a short event for each token,
-so the application may write parts of a body that has started without `send` (`ResponseStream`). This keeps
-the processor time of a request within 1.25 times that of a bare FastAPI application.
+so once a response has started the application may write parts of its body without `send`
+(`ResponseStream`). This keeps the processor time of a request within 1.25 times that of a bare FastAPI
+application.
 
-Owns: the part of the body that has arrived, the framing of the response, whether the connection stays open
-after it. Does not know: sockets, deadlines, how a request is parsed (`connection`).
+Owns: the part of the request's body that has arrived, the framing of the response, whether the connection
+stays open after it. Does not know: sockets, deadlines, how a request is parsed (`connection`).
 """
 
 import asyncio
@@ -28,8 +29,8 @@ _STATUS_LINES = {
 }
 _WITHOUT_BODY = frozenset({204, 304})
 MAX_UNSENT_BYTES = 1 << 16
-"""Bytes of a response that wait for the client before the application has to wait. A body is written in
-pieces of this size, as TLS makes a copy of what is written."""
+"""The most bytes of a response that wait for the client before the application has to wait. A body is written
+in pieces of this size, as TLS copies each write."""
 _UNSAFE_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 log = logging.getLogger(__name__)
 
@@ -111,9 +112,14 @@ class Exchange:
         keep_alive: bool = True,
         expects_continue: bool = False,
     ) -> None:
-        """Prepare the exchange of one request. `takes_chunks`: the client understands chunked bodies.
+        """Prepare the exchange of one request.
 
-        `expects_continue`: the client sends its body only after a 100 response.
+        Args:
+            channel: The connection.
+            is_head: Whether the method is HEAD, so that the response has no body.
+            takes_chunks: Whether the client understands chunked bodies.
+            keep_alive: Whether the connection stays open after the response.
+            expects_continue: Whether the client sends its body only after a 100 response.
         """
         self._channel = channel
         self._has_body, self._takes_chunks = not is_head, takes_chunks
@@ -130,7 +136,8 @@ class Exchange:
         """Bytes of the response's body that are still to be sent; None if its length is unknown."""
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Run the application on this request. A response left unfinished ends with the connection."""
+        """Run the application on this request. The connection closes if the application leaves the response
+        unfinished."""
         try:
             await app(scope, self.receive, self.send)
         except Exception:
@@ -185,7 +192,8 @@ class Exchange:
     # -- the response -----------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """Write a part of the response as the client reads; drop it if the client has disconnected."""
+        """Write a part of the response as fast as the client reads; drop it if the client has
+        disconnected."""
         if not await self._client_reads():
             return
         if message["type"] == "http.response.start":

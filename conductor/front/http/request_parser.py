@@ -1,7 +1,7 @@
 """Requests of one connection: from bytes to heads and bodies, without IO.
 
-The parser, httptools, cannot be stopped. So it gets pieces that have at most one further request behind the
-current one, or a few behind a chunked body.
+The parser, httptools, cannot be stopped within the bytes that it gets. So it gets pieces that end with the
+current request at the latest, or may have a few requests behind a chunked body.
 
 Owns: bytes that are not parsed yet, the progress of the latest request, the longest head. Does not know:
 responses, deadlines.
@@ -16,23 +16,24 @@ import httptools
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_HEADERS = 256
-"""Most headers of a request: thousands of short ones take tens of milliseconds of the event loop."""
+"""The most headers of a request: thousands of short ones take tens of milliseconds of the event loop."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _CHUNKED_PIECE_BYTES = 256
-"""Bytes of a chunked body that are parsed at once. Its end may be followed by requests of 18 bytes."""
+"""Bytes of a chunked body that are parsed at once: few, as the body's end may be followed by requests of 18
+bytes."""
 
 
 class InvalidRequestError(Exception):
-    """The received bytes are no valid HTTP request."""
+    """The error of received bytes that are no valid HTTP request."""
 
 
 class TunnelRequestedError(Exception):
-    """A CONNECT request has arrived. The bytes behind it belong to another protocol."""
+    """The error of a CONNECT request, behind which bytes belong to another protocol."""
 
 
 class Arrival(Enum):
-    """The progress with which the latest request arrives."""
+    """The part of the latest request that is arriving; NOTHING between requests."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -75,21 +76,22 @@ class RequestParser:
         self._unread, self._unread_from = b"", 0
         """Received bytes, and the position in them at which the parser goes on."""
         self._num_unparsed_bytes = 0
-        """Number of bytes since the last complete head or piece of a body, which the parser keeps."""
+        """The number of bytes since the last complete head or part of a body: the parser keeps them."""
         self._num_body_bytes_left = 0
-        """Bytes of a body of known length that are still to come."""
+        """Bytes of a body of known length that have not arrived."""
         self._num_excess_bytes = 0
-        """Bytes of a chunked body's framing, less those of its content: each chunk takes processor time."""
+        """Bytes of a chunked body's framing, less the bytes of its content: each chunk takes processor
+        time."""
         self.num_parts = 0
-        """Parts of bodies that were reported."""
+        """The number of parts of bodies that were reported."""
         self._end_of_read = b""
-        """The last two bytes that were parsed of a head that is not complete."""
+        """The last two parsed bytes of a head that is not complete."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
         self._is_cut_off = False
-        """Whether the head asks for another protocol. None is offered, but httptools skips the body then. To
-        have the body parsed, httptools gets another head, which is not reported."""
+        """Whether the head asks for another protocol. No other protocol is served, but httptools skips the
+        body then. To have the body parsed, httptools gets a further head, which is not reported."""
 
     @property
     def num_unread_bytes(self) -> int:
@@ -105,12 +107,12 @@ class RequestParser:
         self._unread, self._unread_from = b"", 0
 
     def close(self) -> None:
-        """Break the reference cycle, so that the garbage collector is not needed."""
+        """Break the reference cycle between this object and httptools, so that both are freed at once."""
         self.clear()
         del self._parser, self._listener
 
     def parse_piece(self) -> None:
-        """Parse received bytes, up to the end of one request at most.
+        """Parse a piece of the received bytes, up to the end of a head or body of known length at most.
 
         Raises InvalidRequestError, and TunnelRequestedError behind a CONNECT.
         """

@@ -1,7 +1,7 @@
 """An HTTP server in a shared event loop, which accepts connections until it is closed.
 
-Owns: the listening socket's use, TLS handshakes, the end of connections when the server ends. Does not know:
-HTTP (`connection`), signals.
+Owns: accepting connections, TLS handshakes, the end of connections when the server ends. Does not know: HTTP
+(`connection`), signals.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ With too many at once the oldest is ended.
 """
 _BACKLOG = 2048
 _MAX_ACCEPTED_AT_ONCE = 64
-"""Connections that are accepted before other tasks of the event loop run."""
+"""The most connections that are accepted before other tasks of the event loop run."""
 _RETRY_S = 0.1
 """Seconds until the next try to accept a connection after a failure, mostly for lack of descriptors."""
 _LAST_ANSWERS_S = 1.0
-"""Seconds in which cancelled requests are answered with an error."""
+"""Seconds in which cancelled requests are answered with an error when the server ends."""
 log = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int, option: str | None = None) -> socket.socket:
     """Return a bound, listening socket; port 0 takes a free port. Raises ConfigError.
 
-    `option`: the option that chooses another address, if not --host and --port.
+    `option`: the option that error messages name instead of --host and --port.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -65,7 +65,7 @@ def listen(host: str, port: int, option: str | None = None) -> socket.socket:
 
 
 class HttpServer:
-    """Serves `app` on `listener`, a socket from `listen`. Needs a running event loop."""
+    """An HTTP server that serves `app` on `listener`, a socket from `listen`. Needs a running event loop."""
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class HttpServer:
         max_pending_bytes: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Prepare the server. `max_pending_bytes`: bytes that all incomplete requests together may hold."""
+        """Prepare the server. `max_pending_bytes`: the most bytes of all incomplete requests together."""
         self._listener, self._tls = listener, tls
         self._loop = asyncio.get_running_loop()
         self.connections = ConnectionTable(is_tls=tls is not None)
         uploads = UploadBudget[Connection](max_pending_bytes, Connection.make_room)
         self._serving = Serving(app, timeouts, self.connections, uploads, self._loop)
         self._handshakes: set[asyncio.Task[None]] = set()
-        """Connections that are accepted and cannot be used yet."""
+        """The tasks of accepted connections whose TLS handshake has not ended."""
         self._turns = HandshakeTurns()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -91,7 +91,8 @@ class HttpServer:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Stop accepting connections. Each open one ends with the response that has begun on it."""
+        """Stop accepting connections. Each open connection ends with its present response, or at once without
+        one."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)

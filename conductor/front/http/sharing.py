@@ -1,7 +1,7 @@
 """Resources that the connections of one server share: slots for connections, memory for arriving requests,
 turns of the event loop.
 
-Owns: the limit of each, and which connection makes room for another. Does not know: HTTP, sockets.
+Owns: the limit of each resource, and which connection makes room for another. Does not know: HTTP, sockets.
 """
 
 import asyncio
@@ -13,17 +13,17 @@ from typing import Generic, Protocol, TypeVar
 from mooncake.security.waiting_peers import WaitingPeers
 
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
-"""Connections that may wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
+"""The most connections that wait for a request: each has 12 KiB of memory, and up to 130 KiB with TLS."""
 MAX_STALLED = 256
-"""Connections whose clients have stopped reading a response, each with the rest of it in memory."""
+"""The most connections whose clients have stopped reading a response. The rest of it stays in memory."""
 CROWD_LEN = 64
 """The number of ended connections after which memory is returned to the system."""
 MAX_READ_AT_ONCE = 16
-"""Connections whose received bytes are parsed further in one turn of the event loop."""
+"""The most connections of which more received bytes are parsed in one turn of the event loop."""
 _SHARE_OF_DESCRIPTORS = 4
-"""The divisor of the process's descriptors that gives the limit of connections.
+"""The most connections of a kind are the process's file descriptors divided by this.
 
-The rest are for responses, workers and another listener.
+The other descriptors are for responses, workers and another listener.
 """
 
 
@@ -43,15 +43,15 @@ class Evictable(Hashable, Protocol):
 class ConnectionTable:
     """The open connections of a server.
 
-    *Waiting* connections have no request to be answered: they are new, idle, or their request is still
-    arriving. *Closing* connections have a response that the client has not taken. The clients of *stalled*
-    connections have stopped reading a response. If there are too many of a kind, the oldest is closed.
+    *Waiting* connections have no complete request: they are new or idle, or their request is arriving.
+    *Closing* connections end when the client has read the rest of a response. The clients of *stalled*
+    connections have stopped reading a response. If there are too many of a kind, the oldest one is closed.
     """
 
     def __init__(self, *, is_tls: bool) -> None:
         self.open: set[Evictable] = set()
         self.has_emptied = asyncio.Event()
-        """Set while no connection is open."""
+        """An event that is set while no connection is open."""
         self.has_emptied.set()
         most = _max_waiting(MAX_WAITING_TLS if is_tls else MAX_WAITING)
         self._waiting = WaitingPeers[Evictable](most, lambda connection: connection.make_room())
@@ -60,7 +60,7 @@ class ConnectionTable:
             _max_waiting(MAX_STALLED), lambda connection: connection.abort()
         )
         self._peak_open = 0
-        """Most open connections since `crowd_has_gone` was last true."""
+        """The most connections that were open at a time since `crowd_has_gone` last returned True."""
 
     def accepted(self, connection: Evictable) -> None:
         """Add a new connection, which waits for its first request."""
@@ -99,12 +99,15 @@ class ConnectionTable:
             self.has_emptied.set()
 
     def make_room(self) -> bool:
-        """Close the connection that has waited longest. Returns whether there was one."""
+        """Close the oldest closing connection, or else the oldest waiting or stalled one.
+
+        Returns whether there was one.
+        """
         return any(peers.make_room() for peers in (self._closing, self._waiting, self._stalled))
 
     def crowd_has_gone(self) -> bool:
-        """Return whether `CROWD_LEN` more connections have ended than begun since the last call that returned
-        True."""
+        """Return whether the number of open connections has fallen by `CROWD_LEN` from its peak since the
+        last call that returned True."""
         has_gone = self._peak_open - len(self.open) >= CROWD_LEN
         if has_gone:
             self._peak_open = len(self.open)
@@ -126,7 +129,7 @@ class UploadBudget(Generic[Sender]):
     def __init__(self, max_bytes: int, evict: Callable[[Sender], None]) -> None:
         """Set the budget.
 
-        `evict` is called with a sender that is evicted, and whose bytes no longer count.
+        `evict` is called with a sender that is to be evicted. Its bytes do not count any more then.
         """
         self._max_bytes, self._evict = max_bytes, evict
         self._num_bytes: dict[Sender, int] = {}
@@ -148,9 +151,10 @@ class UploadBudget(Generic[Sender]):
 
 
 class ReadingTurns:
-    """A queue that lets a few connections parse more of what they have received in each turn of the loop.
+    """A queue of connections with unparsed bytes, of which a few are parsed in each turn of the event loop.
 
-    So a new request is answered soon, however many are pipelined, and however small the chunks of bodies.
+    So a new request is answered soon, however many requests are pipelined on other connections, and however
+    small the chunks of their bodies are.
     """
 
     def __init__(self) -> None:

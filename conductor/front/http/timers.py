@@ -1,6 +1,6 @@
-"""How long a server waits for its clients.
+"""The times for which a server waits for its clients, and a timer for them.
 
-Owns: the kinds of waits, a deadline of the event loop. Does not know: what happens when one is missed.
+Owns: the kinds of waits, a deadline of the event loop. Does not know: what happens when a deadline is missed.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ class Timeouts:
     request_s: float
     """Seconds from the connection, or a request's first byte, to its last byte."""
     send_s: float
-    """Seconds within which the client must take a part of the bytes that wait for it."""
+    """Seconds in which the client must read at least a part of the bytes that wait for it."""
     idle_s: float
-    """Seconds from a response to the next request, after which the connection is closed."""
+    """Seconds after a response in which the next request must begin, or the connection is closed."""
 
 
 class Timer:
@@ -32,7 +32,7 @@ class Timer:
     def start(
         self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[..., None], *args: Any
     ) -> None:
-        """Start the timer: call `callback` after `delay_s`, unless the timer runs already.
+        """Start the timer, unless it runs already: it calls `callback` after `delay_s` seconds.
 
         The callback must stop the timer.
         """

@@ -1,4 +1,7 @@
-"""Files that may change while the server runs. Owns: noticing changes. Does not know: contents of files."""
+"""Files that may change while the server runs.
+
+Owns: the search for changes. Does not know: contents of files.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A request's body: from bytes to the fields that a schema names.
 
-Owns: JSON, and errors in the words of clients who have written JSON. Does not know: what a field means.
+Owns: parsing JSON, and errors in the terms of JSON. Does not know: what a field means.
 """
 
 import contextlib
@@ -42,7 +42,8 @@ class ReceivedBody:
 
     def __init__(self) -> None:
         self.pieces = [bytearray()]
-        """Pieces of which each but the last has at least `_PIECE_BYTES`, and few have many more."""
+        """The pieces in order. All but the last have at least `_PIECE_BYTES`; what a piece has beyond is at
+        most one part as it was added."""
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces))
@@ -63,8 +64,8 @@ class ReceivedBody:
 
 @contextlib.contextmanager
 def refusing_depth() -> Generator[None, None, None]:
-    """Make a context that refuses a body whose values are nested so deeply that parsing them exhausts the
-    stack."""
+    """Make a context that raises RequestError instead of RecursionError, for a body that is nested too
+    deeply."""
     try:
         yield
     except RecursionError:
@@ -76,7 +77,7 @@ def parse(
 ) -> Schema:
     """Return the JSON object in `body` as a `schema`. Raises RequestError that names the first wrong field.
 
-    `check` gets the plain JSON values before objects are built, to refuse too many of them cheaply.
+    `check` gets the plain JSON values before objects are built, to refuse too many values cheaply.
     """
     if not body:
         raise RequestError("the request body is empty; expected a JSON object", code="invalid_json")
@@ -106,13 +107,13 @@ def parse(
 
 
 class _OutOfRangeError(Exception):
-    """A number in a body is too large. The argument is the field's name."""
+    """The error of a number that is too large. Its argument is the field's name."""
 
 
 def _field_out_of_range(body: bytes) -> str | None:
-    """Return the name of the field with the first number that is too large; None if unknown.
+    """Return the name of the field with the first number that is too large; None if none is found.
 
-    The parser does not say.
+    (The parser's error does not name it.)
     """
 
     def check(fields: list[tuple[str, Any]]) -> None:
@@ -131,9 +132,9 @@ def _field_out_of_range(body: bytes) -> str | None:
 
 
 def _invalid_utf8(body: bytes) -> str | None:
-    """Return the position of the body's first invalid UTF-8 byte as text; None if all are valid.
+    """Return a text about the body's first invalid UTF-8 byte and its position; None if all are valid.
 
-    (The parser counts within one string only.)
+    (The parser's error has the position within one string only.)
     """
     try:
         body.decode()

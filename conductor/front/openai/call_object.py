@@ -1,7 +1,7 @@
-"""One tool call's JSON object, read while it is being written.
+"""One tool call's JSON object, parsed while the model writes it.
 
-Owns: the keys of a call's object, and that its arguments leave as they come. Does not know: the text around
-it.
+Owns: the keys of a call's object, and the text of its arguments, which is passed on unchanged. Does not know:
+the text around the object.
 """
 
 import json
@@ -15,7 +15,7 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 class NotACallError(Exception):
-    """The JSON object is no tool call."""
+    """The error of a JSON object that is no tool call."""
 
 
 class _At(Enum):
@@ -33,9 +33,9 @@ class _At(Enum):
 class CallObject:
     """The JSON object of a tool call, parsed character by character.
 
-    `name` is set once it is known. The object is known to be a call when its name, one of `names`, and the
-    beginning of its arguments have come; before, it may turn out to be none (`NotACallError`). From then on
-    `take` returns the arguments as they come.
+    `name` is set once it is known. The object is known to be a call (`is_call`) when its name, one of
+    `names`, and the beginning of its arguments have been pushed. Before, it may turn out to be none
+    (`NotACallError`); afterwards `take` returns the arguments piece by piece.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -64,9 +64,9 @@ class CallObject:
         return taken
 
     def push_plain(self, text: str, start: int) -> int:
-        """Push characters from `start` on, up to the next one with a meaning in JSON.
+        """Push the characters from `start` on that are plain text of a string, if there are any.
 
-        Returns the index of that character.
+        Returns the index of the first character that was not pushed.
         """
         plain = _PLAIN.match(text, start) if self._at is _At.VALUE and self._in_string else None
         if plain is None or self._is_escaped:

@@ -1,6 +1,6 @@
-"""The messages of a conversation, in the form for chat templates.
+"""The messages of a conversation, in the form that chat templates expect.
 
-Owns: roles, content parts, calls and their answers. Does not know: templates, tokens.
+Owns: roles, content parts, tool calls and their answers. Does not know: templates, tokens.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ from mooncake.errors import RequestError
 
 
 def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
-    """Return messages with their content as text, in the form for chat templates.
+    """Return messages in the form that chat templates expect, with their content as text.
 
-    Raises RequestError, whose message numbers the messages without the first `num_before`.
+    The first `num_before` messages come from a context cache. Raises RequestError, which numbers the messages
+    behind them from 0.
     """
     rendered = []
     names_of_calls: dict[str, str] = {}
@@ -50,7 +51,7 @@ def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[
 
 
 def index_of_tool_use(messages: Sequence[Message]) -> int | None:
-    """Return the index of the first message that is a call or the answer to one; None if none is."""
+    """Return the index of the first message that has tool calls, or answers one; None if none does."""
     return next(
         (i for i, message in enumerate(messages) if message.tool_calls or message.role == "tool"), None
     )

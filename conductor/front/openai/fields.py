@@ -1,4 +1,4 @@
-"""Common base of the fields of all bodies. It limits the number of validation errors of a hostile body.
+"""The common base of the fields of all bodies, which limits the validation errors of a hostile body.
 
 A validation error takes kilobytes, and pydantic collects one for each wrong item unless it is told to stop.
 
@@ -21,11 +21,11 @@ def _whole(value: Any) -> Any:
 
 
 WHOLE = BeforeValidator(_whole)
-"""Validator of an integer. 1.0 is valid too, as JSON has one kind of number."""
+"""A validator of integers. 1.0 is valid, too, as JSON has one kind of number."""
 
 
 class KnownFields(BaseModel):
-    """Base of pydantic models that refuse unknown fields."""
+    """The base of pydantic models that refuse unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -15,9 +15,9 @@ from mooncake.model.tokenizer import load_tokenizer
 
 
 class FrontTokenizer(Protocol):
-    """The interface of the tokenizer that the front needs, as `mooncake.model.tokenizer.Tokenizer` has it.
+    """The part of a tokenizer's interface that the front needs, of `mooncake.model.tokenizer.Tokenizer`.
 
-    Called from several threads.
+    Its methods may be called from several threads.
     """
 
     vocab_size: int
@@ -30,7 +30,7 @@ class FrontTokenizer(Protocol):
         """Whether the model has a chat template, so that `render_chat` works."""
 
     def token_bytes(self, token_id: int, /) -> bytes:
-        """Return the bytes of a token, which may be a part of a character."""
+        """Return the bytes of a token. They may end or begin within a character."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Raises RequestError."""
@@ -57,8 +57,8 @@ class Detokenizer(Protocol):
 class ServedModel:
     """The model as the front knows it: its tokenizer, and limits of token ids and lengths.
 
-    `context_len` and `block_size` are in tokens. `new_detokenizer` makes the detokenizer of a choice, which
-    hides special tokens or not.
+    `context_len` and `block_size` are in tokens. `new_detokenizer` makes the detokenizer of a choice; its
+    argument: whether special tokens are hidden.
 
     The model has weights for token ids below `vocab_size`. Its tokenizer may have more or fewer ids.
     """
@@ -71,7 +71,7 @@ class ServedModel:
     block_size: int
     grammars: Grammars
     tool_format: ToolFormat | None = None
-    """Format in which the model writes tool calls; None if it is unknown."""
+    """The format in which the model writes tool calls; None if it is unknown."""
     template_takes_tools: bool = True
 
     def special_token(self, text: str) -> int | None:
@@ -85,7 +85,7 @@ def load_served_model(
 ) -> ServedModel:
     """Load the checkpoint's tokenizer and limits.
 
-    `tool_format`: the format of tool calls, in place of the one that the template shows.
+    `tool_format`: the format of tool calls; None for the format that the chat template shows.
 
     Raises ModelError.
     """

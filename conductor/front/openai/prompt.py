@@ -1,7 +1,7 @@
 """Prompts: from messages, text or token ids to the token ids that the model gets.
 
-Owns: the forms of `prompt`, and that a prompt leaves room for an answer. Does not know: what messages and
-tools consist of (`conversation`, `tools`), other fields.
+Owns: the forms of `prompt`, the check that a prompt leaves room for an answer. Does not know: what messages
+and tools consist of (`conversation`, `tools`), other fields.
 """
 
 import json
@@ -50,16 +50,15 @@ class ChatPrefix:
 _TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "messages", "tools"})
 """Variables of chat templates that other fields of a request set."""
 MAX_TOKENS_TOGETHER = 1 << 20
-"""Most tokens in the prompts of one request, unless one prompt alone may have more."""
+"""The most tokens of all prompts of one request, or the context length if that is more."""
 _MAX_BRIEF_CHARS = 1 << 16
 NO_PREFIX = ChatPrefix((), ())
 
 
 def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
-    """Return the parent key of the first blocks for this API key and salt, and whether the blocks are
-    private.
+    """Return the parent key of the first blocks for this API key and salt, and whether there is any salt.
 
-    A `cache_salt` divides a key's blocks further, and never leads to those of another key or its group.
+    A `cache_salt` divides a key's blocks further. It never leads to the blocks of keys with another salt.
     """
     if key is None:
         salt = client_salt(cache_salt)
@@ -77,7 +76,7 @@ def chat_prompt(
 ) -> list[int]:
     """Return the prompt of a conversation that continues the prefix `before`, with room for an answer.
 
-    Raises RequestError, naming places in `messages`.
+    Raises RequestError, which names places in `messages`.
     """
     prompt = chat_tokens(
         [*before.messages, *messages], tools, model, variables, num_before=len(before.messages)
@@ -95,10 +94,10 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     num_before: int = 0,
 ) -> list[int]:
-    """Return the token ids of a conversation by the model's chat template, with its `variables`. Raises
-    RequestError.
+    """Return the token ids of a conversation, by the model's chat template with these `variables`.
 
-    The first `num_before` messages come from a context cache: errors number the others from 0.
+    The first `num_before` messages come from a context cache. Raises RequestError, which numbers the messages
+    behind them from 0.
     """
     _check_num_messages(len(messages), model)
     rendered = rendered_messages(messages, num_before)
@@ -140,8 +139,8 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
 
 
 def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None) -> bool:
-    """Return whether a short conversation makes a short prompt: a template may write variables beside each
-    message."""
+    """Return whether the conversation of a short body makes a short prompt: a template may write the
+    variables beside each message."""
     return not variables or num_messages * len(repr(variables)) <= _MAX_BRIEF_CHARS
 
 
@@ -153,7 +152,7 @@ def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None
 
 
 def num_prompts_of(prompt: object) -> int:
-    """Return how many prompts the field `prompt` holds."""
+    """Return the number of prompts in the field `prompt`."""
     return len(_many(prompt) or (prompt,))
 
 
@@ -163,7 +162,8 @@ def _many(prompt: object) -> list[object] | None:
 
 
 def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
-    """Return the tokens of a conversation's beginning, behind which no answer follows."""
+    """Return the token ids of a conversation's beginning, which is not followed by an answer. Raises
+    RequestError."""
     tokens = chat_tokens(prefix.messages, prefix.tools, model, {}, add_generation_prompt=False)
     check_token_ids(tokens, model, "messages")
     _check_room(tokens, model.context_len, "messages")
@@ -171,10 +171,9 @@ def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
 
 
 def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -> list[list[int]]:
-    """Return the prompts of the field `prompt`: a string, token ids, or a list of either. Each follows the
-    token ids `before`.
+    """Return the prompts in the field `prompt`: a string, token ids, or a list of either.
 
-    Raises RequestError.
+    The token ids `before` are put before each prompt. Raises RequestError.
     """
     many = _many(prompt)
     given = [prompt] if many is None else many

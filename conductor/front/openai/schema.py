@@ -1,7 +1,7 @@
-"""The fields of OpenAI's requests: those that are served, and those that are refused by name.
+"""The fields of OpenAI's requests: served fields, and fields that are refused by name.
 
-A field that would change the answer is never ignored: either it is served, or it has its neutral value, or
-the request is refused. Null means "not given" everywhere, as in OpenAI's API.
+A field that would change the answer is never ignored: either the field is served, or it has a value without
+effect, or the request is refused. Null means "not given" everywhere, as in OpenAI's API.
 
 Owns: field names, types, bounds and neutral values. Does not know: prompts and tokens (`validation`).
 """
@@ -21,14 +21,14 @@ MAX_SALT_CHARS = 512
 MAX_CACHE_NAME_CHARS = 64
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 4096
-"""Most tokens of all bad words together, as each choice of an answer carries them."""
+"""The most tokens of all bad words together, as each choice of an answer carries them."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TOP_LOGPROBS = 20
 _MAX_QUOTED_CHARS = 80
 REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
-"""Characters that may go into a header and a log line."""
+"""The pattern of request ids: characters that may be in a header and a log line."""
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
@@ -47,7 +47,7 @@ TemplateVariables = Annotated[
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Fields that are not served, with the values that have no effect."""
+"""Fields that are not served, by name, with the values that have no effect."""
 
 
 _UNSERVED: Neutral = {
@@ -96,8 +96,8 @@ _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
-    """Return a function that adds the unserved fields to a JSON schema, with their neutral values, and
-    forbids all other fields."""
+    """Return a function that adds the unserved fields to a JSON schema, with the values that have no effect,
+    and forbids unknown fields."""
 
     def describe(schema: dict[str, Any]) -> None:
         for name, neutral in unserved.items():
@@ -117,7 +117,7 @@ class JsonSchemaFields(KnownFields):
 
 
 class ResponseFormat(KnownFields):
-    """Form of the answer: `json_object` or `json_schema`; `text` is the default."""
+    """The form of the answer: any text, a JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFields | None = None
@@ -135,7 +135,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """Fields that chat and plain completions share. `check_extra_fields` checks extra fields."""
+    """The fields that chat and plain completions share. `check_extra_fields` checks all other fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -173,14 +173,14 @@ class GenerationFields(BaseModel):
 
 
 class TextPart(BaseModel):
-    """Part of a message that is text."""
+    """A part of a message's content that is text."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One message of a conversation; `content` is text or a list of text parts, or nothing beside calls."""
+    """One message of a conversation. `content` is text or a list of text parts; None only beside calls."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_MESSAGE)
@@ -194,7 +194,7 @@ class Message(BaseModel):
 
 
 class ChatCompletionRequest(GenerationFields):
-    """Body of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     model_config = ConfigDict(json_schema_extra=_with_unserved(_UNSERVED_IN_CHAT))
 
@@ -209,7 +209,7 @@ class ChatCompletionRequest(GenerationFields):
 
 
 class CompletionRequest(GenerationFields):
-    """Body of `/v1/completions`."""
+    """The body of `/v1/completions`."""
 
     model_config = ConfigDict(json_schema_extra=_with_unserved(_UNSERVED_IN_COMPLETIONS))
 
@@ -218,7 +218,7 @@ class CompletionRequest(GenerationFields):
 
 
 def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
-    """Refuse unknown fields, and values that are not served. Raises RequestError, naming the field."""
+    """Refuse unknown fields, and values that are not served. Raises RequestError that names the field."""
     if isinstance(request, ChatCompletionRequest):
         _check(request, _UNSERVED_IN_CHAT, "")
         check_message_fields(request.messages)
@@ -229,7 +229,8 @@ def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> No
 
 
 def check_message_fields(messages: Sequence[Message]) -> None:
-    """Refuse unknown fields of messages. Raises RequestError, naming the field."""
+    """Refuse unknown fields of messages, and values that are not served. Raises RequestError that names the
+    field."""
     for index, message in enumerate(messages):
         _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
 

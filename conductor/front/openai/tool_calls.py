@@ -1,7 +1,7 @@
-"""Tool calls in a model's text, separated from text for people.
+"""Tool calls in a model's text, separated from text for the user.
 
-Pure and incremental: text in, events out, as early as they are certain. The events of a text, joined, do not
-depend on how it was divided into pieces.
+The parser is pure and incremental: it gets text, and returns events as soon as they are certain. Joined, the
+events of a text do not depend on how the text was divided into pieces.
 
 Owns: the formats of model families, the marks around calls, and when it is certain that a text is a call.
 Does not know: requests, OpenAI's JSON.
@@ -21,8 +21,8 @@ class ToolFormat(StrEnum):
     HERMES = "hermes"
     """The format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     LLAMA3_JSON = "llama3_json"
-    """The format of Llama 3: the whole text is `{"name": ..., "parameters": {...}}`, several with
-    semicolons."""
+    """The format of Llama 3: the whole text is `{"name": ..., "parameters": {...}}`, or several of these,
+    divided by semicolons."""
     MISTRAL = "mistral"
     """The format of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
 
@@ -38,7 +38,7 @@ class ToolFormat(StrEnum):
 
     @property
     def arguments_key(self) -> str:
-        """Key of the arguments in a call's object."""
+        """The key of the arguments in a call's object."""
         return "parameters" if self is ToolFormat.LLAMA3_JSON else "arguments"
 
 
@@ -48,7 +48,7 @@ def takes_tools(template: str) -> bool:
 
 
 def format_of_template(template: str) -> ToolFormat | None:
-    """Return the format in which the model of this chat template writes calls; None if it is unknown."""
+    """Return the format in which a model with this chat template writes calls; None if it is unknown."""
     if not takes_tools(template) or "<function=" in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -97,25 +97,26 @@ class _In(Enum):
 
 
 class ToolCallParser:
-    """Incremental parser of one answer. Calls of functions that are not in `names` are text.
+    """An incremental parser of one answer. Calls of functions that are not in `names` count as text.
 
-    White space around calls is dropped. Calls beyond `max_calls` are left out.
+    White space around calls is dropped, and so are calls beyond `max_calls`.
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
         self._format, self._names, self._max_calls = tool_format, names, max_calls
         self._in = _In.TEXT if tool_format.begin else _In.BETWEEN
         self._rest = ""
-        """Text that has not been looked at."""
+        """Text that has not been parsed."""
         self._raw = ""
-        """Text of a possible call, which is returned as text if it turns out not to be one."""
+        """The text of a possible call, which is returned as text if it turns out not to be a call."""
         self._space = ""
+        """White space that is dropped if a call follows, and returned if text follows."""
         self._object = CallObject(names)
         self._is_given = False
         """Whether the event of the call's start was returned."""
         self.num_calls = 0
         self.is_over = False
-        """Whether all calls that may come are complete."""
+        """Whether as many calls as `max_calls` allows are complete."""
         self._events: list[CallEvent] = []
 
     def push(self, text: str) -> list[CallEvent]:
@@ -126,9 +127,10 @@ class ToolCallParser:
         return self._take()
 
     def finish(self, is_cut: bool = False) -> list[CallEvent]:
-        """Return the events of held back text, at the end of the answer.
+        """Return the events of the text that was held back, at the end of the answer.
 
-        If the text `is_cut`, the possible beginning of a call is dropped rather than returned as text.
+        `is_cut`: the answer has reached its longest length. Then the possible beginning of a call is dropped
+        rather than returned as text.
         """
         may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
         # Else it is a part of the mark behind calls.
@@ -237,12 +239,13 @@ class ToolCallParser:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _give_up(self) -> None:
-        """Emit as text what looked like a tool call."""
+        """Append a text event for what looked like a tool call and is none."""
         self._say(self._raw)
         self._raw, self._in = "", _In.TEXT
 
     def _say(self, text: str) -> None:
-        """Append a text event. White space waits until it is known whether text or a call follows."""
+        """Append a text event. White space at its end waits until it is known whether text or a call
+        follows."""
         text = self._space + text
         said = text.rstrip()
         self._space = text[len(said) :]

@@ -1,4 +1,4 @@
-"""Tools that a chat request offers to the model, and how it may use them.
+"""The tools that a chat request offers to the model, and the ways in which the model may use them.
 
 Owns: the fields `tools`, `tool_choice`, `parallel_tool_calls`, calls in messages, the description of tools
 for models whose chat template has no place for them. Does not know: how calls are found in text
@@ -44,7 +44,7 @@ class FunctionFields(KnownFields):
 
 
 class ToolFields(KnownFields):
-    """An entry of a request's `tools`."""
+    """An entry of a chat request's `tools`."""
 
     type: Literal["function"]
     function: FunctionFields
@@ -99,9 +99,9 @@ class ToolCallFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request. `functions` are those that may be called.
+    """The tools of a request. `functions`: the functions that may be called.
 
-    `must_call`: the answer consists of calls only. `is_named`: it is one call, of the named function.
+    `must_call`: the answer must consist of calls. `is_named`: it must be one call of the named function.
     """
 
     tool_format: ToolFormat
@@ -116,7 +116,7 @@ class ToolUse:
         return [function.name for function in self.functions]
 
     def bare(self) -> "ToolUse":
-        """Return a copy with the functions' names only, without long texts of the client."""
+        """Return a copy with the functions' names only, without the client's descriptions and schemas."""
         return replace(self, functions=tuple(FunctionFields(name=name) for name in self.names))
 
 
@@ -126,7 +126,7 @@ def tool_use(
     parallel_tool_calls: bool | None,
     tool_format: ToolFormat | None,
 ) -> ToolUse | None:
-    """Return the tools of a request and their use; None if its answer can have no calls. Raises
+    """Return the tools of a request and their use; None if its answer cannot contain calls. Raises
     RequestError."""
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
@@ -183,9 +183,10 @@ def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
 def describe_tools(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the messages with tools described in the system message, for a chat template without tools.
+    """Return the messages for a chat template without a place for tools: these are described in the system
+    message.
 
-    Returns messages of system, user and assistant only, with the calls and tool answers as text.
+    Tool calls and their answers become text in messages of the assistant and the user.
     """
     described = [_plain(message) for message in messages]
     if tools:

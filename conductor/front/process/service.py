@@ -1,8 +1,7 @@
-"""The process of a front beside the Conductor's own: `python -m conductor.front.process.service`, `--role
-front`.
+"""The process of a front with `--role front`: `python -m conductor.front.process.service`.
 
-Owns: the front's connection to the Conductor. Does not know: instances; context caches, which the Conductor's
-own front keeps.
+Owns: the front's connection to the Conductor. Does not know: instances, context caches (which only the front
+in the Conductor's process keeps).
 """
 
 import contextlib

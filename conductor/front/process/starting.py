@@ -1,6 +1,6 @@
-"""The start of a process that has a front: its model, the front's settings, the moment when it is ready.
+"""The start of a process that has a front: its model, the front's settings, the report that it is ready.
 
-Owns: the part of the configuration for a front. Does not know: where the Conductor is.
+Owns: which part of the configuration a front gets. Does not know: where the Conductor is.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ _NUM_NEW_OBJECTS = 20_000
 
 
 class OpenedModel(NamedTuple):
-    """The configured model: its description, and the name of its checkpoint."""
+    """The configured model: the name of its checkpoint, its shape and dtype, and the model as fronts know
+    it."""
 
     name: str
     shape: ModelShape
@@ -42,8 +43,8 @@ async def open_model(config: Config) -> OpenedModel:
 
 
 def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfig:
-    """Return the settings of a process's front. `model_name` is used unless the configuration has another
-    name."""
+    """Return the settings of a process's front. `model_name`: the name to serve under, unless the
+    configuration has one."""
     return FrontConfig(
         host=config.http.host,
         port=config.http.port,

@@ -1,1 +1,1 @@
-"""Requests: from a body's bytes to token ids, sampling parameters and grammars."""
+"""The reading of requests: from a body's bytes to token ids, sampling parameters and grammars."""

@@ -1,7 +1,7 @@
 """Bodies of `POST /v1/context_caches`: from bytes to the job that computes the blocks to keep.
 
 Owns: the fields of these bodies, checks and defaults. Does not know: HTTP, which caches there are. Its
-functions are plain ones, which may run in another process.
+functions have no state, so they may run in another process.
 """
 
 import time
@@ -45,7 +45,7 @@ Ttl = Annotated[int, Field(ge=1, le=MAX_TTL_S), WHOLE]
 
 
 class ContextCacheRequest(KnownFields):
-    """Body of `POST /v1/context_caches`: a conversation's beginning, or that of a prompt."""
+    """The body of `POST /v1/context_caches`: the beginning of a conversation, or of a prompt."""
 
     model: str | None = None
     name: Annotated[str, Field(pattern=_NAME_PATTERN, max_length=MAX_CACHE_NAME_CHARS)] | None = None
@@ -58,7 +58,7 @@ class ContextCacheRequest(KnownFields):
 
 
 class NewBeginning(NamedTuple):
-    """Content of a new context cache, its lifetime and name."""
+    """The content of a new context cache, its time to live and its name."""
 
     name: str | None
     ttl_s: int
@@ -66,7 +66,7 @@ class NewBeginning(NamedTuple):
     chat_prefix_json: bytes | None
     """The `ChatPrefix` as JSON, as in `context_caches.Beginning`; None for a plain prompt."""
     job: Job
-    """The job that computes the blocks: a prompt whose one-token answer is dropped."""
+    """The job that computes the blocks: one prompt, whose answer of one token is dropped."""
 
 
 def read_beginning(

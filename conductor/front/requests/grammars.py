@@ -1,4 +1,4 @@
-"""Grammars of answers: of `response_format`, and of required tool calls.
+"""The grammars of answers, for `response_format` and for required tool calls.
 
 Owns: the texts of grammars. Does not know: how they are compiled (`mooncake.model.grammar`).
 """
@@ -18,7 +18,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}", "coerce_one_
 
 
 class _Shape(NamedTuple):
-    """The text around calls. Each part may be one special token."""
+    """The text around tool calls. A part is written as one special token if the model has one for it."""
 
     before_all: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ def _schema_of(wanted: ResponseFormat) -> dict[str, Any] | None:
 
 
 def _call_rules(tools: ToolUse, model: ServedModel) -> list[str]:
-    """Return the grammar rules of `calls`: at least one call, and at most as many as wanted, in the model's
+    """Return the grammar rules of `calls`: from one call to as many as the request allows, in the model's
     format."""
     shape = _SHAPES[tools.tool_format]
     one = f"{_terms(shape.before, model)} call {_terms(shape.after, model)}"

@@ -1,9 +1,10 @@
-"""Processes for work that may take long: parsing, rendering, tokenizing and compiling hold the GIL, so
-threads would stop every stream.
+"""Processes for work that may take long: parsing, rendering, tokenizing and compiling hold the GIL, so in
+threads they would stop every stream.
 
-The processes are forked, so that they have the model without reading it again: one from this process when it
-begins to serve; and from that one, which has a single thread, one for each queue when its first task comes. A
-queue's process that exceeds its limits ends, its task is refused, and the next task gets a new process.
+The processes are forked, so that they have the model without reading it again. This process forks a first one
+when it begins to serve. The first one has a single thread, and forks a process for each queue when the
+queue's first task arrives. A queue's process that exceeds its limits ends, its task is refused, and the next
+task gets a new process.
 
 Owns: these processes, their limits, the order of tasks. Does not know: the work.
 """
@@ -33,19 +34,20 @@ from mooncake.errors import MooncakeError, OverloadedError, RequestError
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
-"""Tasks of a queue that may wait, of all tenants and of one."""
+"""The most tasks that wait in a queue, of all tenants together and of one tenant."""
 MAX_WAITING_BYTES, MAX_WAITING_BYTES_OF_TENANT = 64 << 20, 32 << 20
-"""Bytes of bodies that may wait in a queue, of all tenants and of one, but that a tenant may always have one
-body there."""
+"""The most bytes of bodies that wait in a queue, of all tenants together and of one tenant. One body of each
+tenant may always wait."""
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
-"""Processor seconds and bytes of new memory that one task may take."""
+"""The most processor seconds, and bytes of new memory, that one task may take."""
 _NICE = 10
-"""Niceness of the processes: they get a tenth of a core on which another process computes all the time."""
+"""The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 _MAX_S = 120.0
-"""Seconds after which a task that takes no processor time is ended. A busy machine needs far less."""
+"""Seconds after which a task is ended that has not reached its limit of processor time: it hangs, as it takes
+far less even on a busy machine."""
 _FORK_S = 30.0
-"""Seconds in which the first process must fork another one. Beyond that it hangs, or is stopped."""
+"""Seconds in which the first process must fork another one; else it hangs, or is stopped."""
 _SIZE = struct.Struct("<Q")
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -60,10 +62,8 @@ class Queue(Enum):
 
 
 class TaskResult(NamedTuple):
-    """The result of a task. `value` is small, as the event loop unpickles it.
-
-    `parts` are bytes, unchanged.
-    """
+    """The result of a task: `value`, which is small, as the event loop unpickles it; and `parts`, which may
+    be large, as they are passed on as bytes."""
 
     value: Any
     parts: Sequence[bytes] = ()
@@ -74,7 +74,7 @@ Pieces = Sequence[bytes | bytearray]
 Work = Callable[[Any, bytes], TaskResult]
 """The function of a queue, called with a task and its body.
 
-Raises a MooncakeError that the caller expects.
+A MooncakeError that it raises is raised at the caller of `Offload.do`.
 """
 
 
@@ -82,7 +82,7 @@ class Offload:
     """A pool of processes for tasks, which run only while `run` runs. Needs a running event loop."""
 
     def __init__(self, work: Mapping[Queue, Work]) -> None:
-        """Fork the first process. No other thread may run now, as the copy could wait for its locks."""
+        """Fork the first process. No other thread may run now, as the child could wait for its locks."""
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._pid = _fork(lambda: _fork_for_queues(other, list(work.values())), keep=[other])
@@ -91,7 +91,7 @@ class Offload:
     async def run(self) -> None:
         """Run tasks until cancelled, then end the processes.
 
-        Raises RuntimeError if the first process forks no other one any more.
+        Raises RuntimeError if the first process does not fork another one in time.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -110,13 +110,13 @@ class Offload:
     async def do(self, queue: Queue, task: Any, tenant: str = "", body: Pieces = ()) -> TaskResult:
         """Return the result of the queue's work for `task`, which is small, and `body`, which may be large.
 
-        Raises the error of the work; RequestError if it exceeded its limits; OverloadedError if too many
-        tasks wait. If the caller is cancelled, a task that has not begun is dropped.
+        Raises the error of the work, RequestError if the work exceeded its limits, or OverloadedError if too
+        many tasks wait. If the caller is cancelled, a task that has not begun is dropped.
         """
         return await self._queues[queue].do(task, tenant, body)
 
     def num_waiting(self, queue: Queue, tenant: str) -> int:
-        """Return how many tasks of a tenant wait in a queue."""
+        """Return the number of a tenant's tasks that wait in a queue."""
         return self._queues[queue].num_waiting_of(tenant)
 
     def _new_process(self, number: int) -> socket.socket:
@@ -135,7 +135,7 @@ class _Task(NamedTuple):
 
 
 class _WorkQueue:
-    """One queue: its process, and its waiting tasks, one of each tenant in turn."""
+    """One queue: its process, and its waiting tasks, of which each tenant's get their turns one by one."""
 
     def __init__(self, number: int, new_process: Callable[[int], socket.socket]) -> None:
         self._number, self._new_process = number, new_process
@@ -143,7 +143,7 @@ class _WorkQueue:
         self._has_come = asyncio.Event()
         self.num_waiting = 0
         self._num_bytes = 0
-        """Bytes of the bodies that wait."""
+        """The number of bytes of the bodies that wait."""
 
     async def do(self, value: Any, tenant: str, body: Pieces) -> TaskResult:
         queue, num_bytes = self._waiting.setdefault(tenant, deque()), sum(map(len, body))
@@ -218,7 +218,7 @@ class _Process:
         return cls(reader, writer, _SIZE.unpack(pid)[0])
 
     async def do(self, task: _Task) -> bool:
-        """Run a task in the process. Returns whether the process can run more."""
+        """Run a task in the process. Returns whether the process can run more tasks."""
         answer: TaskResult | Exception
         try:
             async with asyncio.timeout(_MAX_S):
@@ -261,9 +261,9 @@ class _Process:
 
 
 def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
-    """Run `work` in a forked child that has no descriptors but `keep` and stderr.
+    """Run `work` in a forked child that has no descriptors but `keep` and stderr. Returns its process id.
 
-    The child ends with the thread that calls this, even if it is stopped then. Returns its process id.
+    The kernel kills the child when the thread that calls this ends.
     """
     parent = os.getpid()
     if pid := os.fork():
@@ -288,7 +288,7 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
 
 
 def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
-    """Fork a process for each queue whose number and connection arrive, until the front is gone."""
+    """Fork a process for each queue number and connection that arrive, until the front is gone."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -299,7 +299,7 @@ def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
 
 
 def _serve(connection: socket.socket, work: Work) -> None:
-    """Run tasks from `connection` until the front is gone."""
+    """Run the tasks that arrive over `connection`, until the front is gone."""
     _lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = _data_bytes() + _MAX_NEW_BYTES
@@ -323,8 +323,8 @@ def _serve(connection: socket.socket, work: Work) -> None:
 def _lower_priority() -> None:
     """Lower the priority, so that processes that compute tokens go first where cores are short.
 
-    Linux may divide the processor between sessions first (autogroup); then the nice value of the session
-    counts.
+    Linux may first divide the processor between sessions (autogroup). So the process gets a session of its
+    own, with a nice value of its own.
     """
     os.setsid()
     niceness = os.nice(_NICE)

@@ -2,7 +2,7 @@
 loop.
 
 Owns: which bodies are short, the messages to and from the processes of `offload`. Does not know: HTTP, how
-bodies are read (`validation`, `tokenization`, `context_beginnings`), owners of context caches.
+bodies are read (`validation`, `tokenization`, `context_beginnings`), who owns a context cache.
 """
 
 import asyncio
@@ -37,10 +37,12 @@ from mooncake.messages.blocks import KEY_BYTES
 from mooncake.security.api_keys import ApiKey
 
 MAX_BRIEF_BYTES = 8192
-"""Bytes of a short body at most. Reading more takes milliseconds, which would delay streams."""
+"""The most bytes of a body that is read in the event loop. Reading more takes milliseconds, which would delay
+streams."""
 _MAX_SHORT_BYTES = 1 << 18
+"""The most bytes of a body in the queue of short bodies."""
 _MAX_WAITING_GRAMMARS = 16
-"""Grammars of one API key that may wait to be compiled."""
+"""The most grammars of one API key that wait to be compiled."""
 _MAX_GRAMMARS_KEPT = 32
 
 FindCache = Callable[[str], Beginning]
@@ -65,7 +67,7 @@ class Reading:
     """The reader of one front's bodies. Needs a running event loop; bodies are read only while `run` runs."""
 
     def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
-        """Fork the first process of `offload`. No other thread may run now, as the copy could wait for its
+        """Fork the first process of `offload`. No other thread may run now, as the child could wait for its
         locks."""
         self._model, self._name, self._max_choices = model, served_model_name, max_choices
         self._offload = Offload(
@@ -87,8 +89,8 @@ class Reading:
     ) -> Job:
         """Return the job in `body`, after checking that its grammar compiles. Raises RequestError.
 
-        A context cache is looked up here, as the processes that read long bodies do not have it: such a body
-        is read until it names one, and then again with that.
+        A context cache is looked up here, as the processes that read bodies do not have it: if a body turns
+        out to name a cache, it is read again with the cache.
         """
         cache = None
         if await self._may_read_here(body, key):
@@ -123,7 +125,7 @@ class Reading:
         return data
 
     async def _may_read_here(self, body: ReceivedBody, key: ApiKey | None) -> bool:
-        """Return whether a body is to be read in the event loop: now, as its turn has come."""
+        """Return whether a body is short enough to be read in the event loop, after waiting for its turn."""
         if len(body) > MAX_BRIEF_BYTES:
             return False
         await self._order.turn(_tenant(key), len(body))
@@ -186,7 +188,7 @@ def _tenant(key: ApiKey | None) -> str:
 
 
 def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
-    """Return the job without its prompts, and the bytes of each prompt's token ids and keys."""
+    """Return the job without its prompts, and the bytes of each prompt's token ids and of its keys."""
     parts = []
     for prompt in job.prompts:
         parts += [array("I", prompt.token_ids).tobytes(), b"".join(prompt.keys)]
@@ -194,9 +196,9 @@ def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
 
 
 async def _unpacked(job: Job, parts: Sequence[bytes]) -> Job:
-    """Return the whole job, from the parts of `_packed`.
+    """Return the whole job, from the two results of `_packed`.
 
-    Other tasks run between its prompts, which may have millions of tokens.
+    Other tasks of the event loop run between two prompts, as these may have millions of tokens.
     """
     prompts = []
     for ids, keys in zip(parts[::2], parts[1::2], strict=True):

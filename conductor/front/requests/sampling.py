@@ -1,4 +1,4 @@
-"""Sampling: from a request's fields to the parameters that workers draw by.
+"""Sampling parameters: from a request's fields to the parameters by which workers draw.
 
 Owns: defaults, seeds, and checks against the vocabulary. Does not know: prompts, the draw itself.
 """
@@ -25,7 +25,7 @@ _SEED_BITS = 63
 
 
 class Sampling:
-    """The sampling fields of one HTTP request, checked, with token ids. Construction raises RequestError."""
+    """The checked sampling fields of one HTTP request. Construction raises RequestError."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """Return the sampling parameters of a prompt's choice with this index."""
+        """Return the sampling parameters of a prompt's choice with this index. Raises RequestError."""
         if self._min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {self._min_tokens}, but the answer has at most"
@@ -69,7 +69,8 @@ class Sampling:
 
 
 def _check_beside_grammar(request: ChatCompletionRequest | CompletionRequest, grammar: WantedGrammar) -> None:
-    """Refuse fields that forbid tokens beside a grammar, as they could leave no token that it allows."""
+    """Refuse a field that forbids tokens beside a grammar, as it could forbid all tokens that the grammar
+    allows."""
     for field in ("min_tokens", "bad_words", "ignore_eos"):
         if getattr(request, field):
             raise RequestError(
@@ -105,8 +106,8 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]
 
 
 def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the beginning of a text, and also behind a space if they are as
-    many."""
+    """Return the token ids of each word, as at the beginning of a text; and as behind a space, if these are
+    equally many."""
     forms: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         path = f"bad_words[{index}]"
@@ -149,7 +150,7 @@ def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | N
 
 
 def _choice_seed(seed: int | None, index: int) -> int:
-    """Return the seed of a prompt's `index`-th choice. The first choice has the given seed, whatever n is."""
+    """Return the seed of a prompt's choice. The first choice (index 0) has the client's seed, for any n."""
     if seed is None:
         return secrets.randbits(_SEED_BITS)
     if index == 0:

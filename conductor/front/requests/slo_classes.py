@@ -1,6 +1,6 @@
 """The SLO class that a client names for a request, and the tenant of the request.
 
-Owns: the header, which keys may have which class. Does not know: the limits of classes
+Owns: the header, the check that a key may have a class. Does not know: the limits of classes
 (`conductor.settings`).
 """
 
@@ -18,8 +18,8 @@ SLO_CLASS_HEADER = "x-mooncake-slo-class"
 def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: ApiKey | None) -> Job:
     """Return the job with the SLO class of this name (None: no class), for the tenant with this key.
 
-    `priorities`: those of all classes. The class's priority replaces the job's own. Raises RequestError for a
-    class that does not exist, or whose priority the key must not have.
+    `priorities`: the priority of each class. It replaces the job's own. Raises RequestError for a class that
+    does not exist, or whose priority the key may not have.
     """
     if name is None and key is None:
         return job

@@ -1,6 +1,6 @@
 """The endpoints `/tokenize` and `/detokenize`, in vLLM's formats: the token ids of a prompt, and back.
 
-Owns: their bodies and answers. Does not know: HTTP. Its functions are plain ones, which may run in another
+Owns: the bodies and answers. Does not know: HTTP. Its functions have no state, so they may run in another
 process.
 """
 
@@ -34,7 +34,7 @@ class AboutTokens(Enum):
 
 
 class TokenizeRequest(KnownFields):
-    """Body of `/tokenize`: a text, or a conversation that goes through the chat template."""
+    """The body of `/tokenize`: a text, or a conversation, which the chat template renders."""
 
     model: str | None = None
     prompt: str | None = None
@@ -47,7 +47,7 @@ class TokenizeRequest(KnownFields):
 
 
 class DetokenizeRequest(KnownFields):
-    """Body of `/detokenize`."""
+    """The body of `/detokenize`."""
 
     model: str | None = None
     tokens: ListOf[SkipValidation[int]]
@@ -56,7 +56,10 @@ class DetokenizeRequest(KnownFields):
 def answer_about_tokens(
     kind: AboutTokens, body: bytes, model: ServedModel, served_model_name: str, *, only_brief: bool = False
 ) -> bytes | None:
-    """Return the answer in JSON; with `only_brief`, None for a long one. Raises RequestError."""
+    """Return the answer in JSON. Raises RequestError.
+
+    `only_brief`: return None instead if making the answer may take long.
+    """
     if kind is AboutTokens.DETOKENIZE:
         return msgspec.json.encode(detokenize(body, model, served_model_name))
     request = _tokenize_request(body, model)
@@ -66,7 +69,7 @@ def answer_about_tokens(
 
 
 def _is_brief(request: TokenizeRequest) -> bool:
-    """Return whether the answer to a short request takes little to make. Strings of tokens take much."""
+    """Return whether the answer to a short body takes little time to make. (Strings of tokens take much.)"""
     num_messages, variables = len(request.messages or ()), request.chat_template_kwargs
     return not request.return_token_strs and is_brief_conversation(num_messages, variables)
 
@@ -134,7 +137,8 @@ def _tokenized(request: TokenizeRequest, model: ServedModel, served_model_name: 
 
 
 def detokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
-    """Return the body of the answer to `/detokenize`; special tokens are written out. Raises RequestError."""
+    """Return the body of the answer to `/detokenize`; special tokens are part of the text. Raises
+    RequestError."""
     request = parse(DetokenizeRequest, body)
     check_model(request.model, served_model_name)
     if len(request.tokens) > model.context_len:

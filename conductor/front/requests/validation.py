@@ -1,7 +1,7 @@
 """Validation: from a request's bytes to token ids, block keys and sampling parameters.
 
-Owns: parsing, defaults, and checks against the model's limits. Does not know: HTTP, sockets, the cluster.
-Everything here is a plain function of its input and may run in a thread.
+Owns: parsing, defaults, and checks against the model's limits. Does not know: HTTP, sockets, the cluster. Its
+functions have no state, so they may run in another process.
 """
 
 import secrets
@@ -50,7 +50,7 @@ GenerationRequest = ChatCompletionRequest | CompletionRequest
 
 
 class CacheWantedError(Exception):
-    """A request names a context cache that the caller has not looked up yet."""
+    """The error of a request that names a context cache which the caller has not looked up."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -58,7 +58,7 @@ class CacheWantedError(Exception):
 
 
 class ApiEndpoint(Enum):
-    """The two endpoints that generate: chats and plain completions."""
+    """The endpoints that generate: chats and plain completions."""
 
     CHAT = "chat"
     COMPLETION = "completion"
@@ -85,7 +85,7 @@ class KeyedPrompt(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A valid HTTP request. Choice `i` answers prompt `i // num_choices_per_prompt`."""
+    """A valid HTTP request for generation. Choice `i` answers prompt `i // num_choices_per_prompt`."""
 
     endpoint: ApiEndpoint
     id: str
@@ -109,15 +109,15 @@ class Job(msgspec.Struct, frozen=True):
     slo_class: str = ""
     tenant: str = ""
     claim: QuotaClaim | None = None
-    """The claim on the limits of the job's API key; None if the key has none."""
+    """The claim on the limits of the job's API key; None if the key has no such limits."""
     num_shared: Sequence[int] = ()
-    """Tokens of each prompt that come from its context cache; empty without one."""
+    """The number of tokens that each prompt has from the context cache; empty without a cache."""
     cache_use: CacheUse | None = None
     """The counter of the context cache's savings; None without a cache."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The tokens of all prompts, each counted once."""
+        """The tokens of all prompts. A prompt counts once, however many choices it has."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     def requests(self, reply_to: str, span: SpanContext | None = None) -> list[Request]:
@@ -180,8 +180,8 @@ def read_request(
 
 
 def is_brief(request: GenerationRequest) -> bool:
-    """Return whether the prompts of a short request are short, as nothing long is put before or between
-    them."""
+    """Return whether the prompts of a short body are short: neither a context cache nor the chat template
+    adds much to them."""
     if request.context_cache is not None:
         return False
     return not isinstance(request, ChatCompletionRequest) or is_brief_conversation(
@@ -200,8 +200,14 @@ def job_of(
 
     Raises RequestError that names the field.
 
-    `key` is the client's. KVCache is shared among requests of its salt at most; the client may divide that
-    further. `cache`: of the context cache that the request names. Raises CacheWantedError without it.
+    Args:
+        request: The request.
+        model: The model.
+        max_choices: The most choices of a request.
+        key: The client's API key. KVCache is shared among requests of one salt, which is the key's, and the
+            request's own if it has one.
+        cache: The content of the context cache that the request names. Without it, and if the request names
+            one, this raises CacheWantedError.
     """
     with refusing_depth():
         return _job_of(request, model, max_choices, key, cache)
@@ -261,9 +267,9 @@ def _job_of(
 
 
 def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: int) -> None:
-    """Check the number of choices before tokenizing, as a million prompts would take minutes.
+    """Check the number of choices. Raises RequestError.
 
-    Raises RequestError.
+    To be called before tokenizing, as a million prompts would take minutes.
     """
     if num_prompts * num_choices_per_prompt > max_choices:
         raise RequestError(
@@ -275,10 +281,10 @@ def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: i
 
 
 def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
-    """Return the job, with its default output length cut to the KVCache of the instances.
+    """Return the job, with its output length cut to the KVCache of the instances if the client gave none.
 
     Raises RequestError if no pair of instances could ever hold one of the prompts, or the requested output.
-    Before there was a pair, sizes are unknown, and the job is not changed.
+    Until there has been a pair, sizes are unknown, and the job is not changed.
     """
     if cluster.max_sequence_blocks == 0:
         return job
@@ -312,7 +318,8 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 def priority_of(wanted: int | None, key: ApiKey | None) -> int:
-    """Return the priority of a request: the wanted one, if the key allows it. Raises RequestError."""
+    """Return the priority of a request: the wanted one, or the key's. Raises RequestError if the key does not
+    allow the wanted one."""
     first = 0 if key is None else key.priority or 0
     if wanted is None:
         return first
@@ -356,7 +363,7 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 
 def _given_max_tokens(request: GenerationRequest) -> tuple[str | None, int]:
-    """Return the field that limits the output, and its value; (None, the default) if none was given."""
+    """Return the field that limits the output, and its value; without such a field, None and the default."""
     if isinstance(request, ChatCompletionRequest) and (newer := request.max_completion_tokens) is not None:
         if request.max_tokens not in (None, newer):
             raise RequestError(

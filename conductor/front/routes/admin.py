@@ -1,6 +1,6 @@
-"""Routes and listener for operators: to drain instances, to change roles, to move what they have.
+"""Routes for operators: to drain instances, to change their roles, to move their modules and requests.
 
-Owns: these paths, the routes of the listener `http.admin_listen`. Does not know: who may use them
+Owns: these paths, the application of the listener `http.admin_listen`. Does not know: who may use them
 (`admin_access`), how an instance drains (`conductor.membership`), the other routes (`monitoring`).
 """
 
@@ -41,11 +41,15 @@ MODULES_SINCE = 28
 def admin(link: Link, access: AdminAccess) -> APIRouter:
     """Return the routes of operators, below `/admin`.
 
-    `GET /instances` lists the instances. `POST /instances/NAME/drain`, `.../serve` and `.../role?role=ROLE`
-    give an order; with `?force=true` even if no instance is left for a stage. `.../drain?stay=true`: the
-    instance does not end when drained. `POST /instances/NAME/heads?to=HELPER&num=N` moves that many KV heads
-    to a helper, `.../layers?to=HELPER&layers=10:20` layers; `.../heads?to=HELPER&num=0` moves all modules
-    back. `POST /requests/ID/migrate?to=NAME` moves a running request.
+        GET /instances                                        list the instances
+        POST /instances/NAME/drain                            drain one; with ?stay=true it does not end
+        POST /instances/NAME/serve                            take an order to drain or to switch back
+        POST /instances/NAME/role?role=ROLE                   change its role
+        POST /instances/NAME/heads?to=HELPER&num=N            move N KV heads to a helper; 0: all modules back
+        POST /instances/NAME/layers?to=HELPER&layers=10:20    move layers to a helper
+        POST /requests/ID/migrate?to=NAME                     move a running request
+
+    `drain` and `role` are refused if no instance would be left for a stage, unless `?force=true`.
     """
     router = APIRouter(
         prefix=ADMIN, dependencies=[Depends(access.check_acting), Depends(_check_names_of_parameters)]
@@ -118,7 +122,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
 async def _check_names_of_parameters(request: Request) -> None:
     """Check that the route knows each query parameter, and that none is repeated. Raises RequestError.
 
-    An order to drain with a misspelt `stay` would end the instance.
+    Without this check an order to drain with a misspelt `stay` would end the instance.
     """
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     names = [name for name, _ in request.query_params.multi_items()]
@@ -137,7 +141,7 @@ def _json(content: object) -> Response:
 
 
 def create_admin_app(front: FrontState, access: AdminAccess) -> FastAPI:
-    """Return the application of `http.admin_listen`. `access`: who may use its routes."""
+    """Return the application of `http.admin_listen`. `access`: the check of clients of its routes."""
     app = FastAPI(title="mooncake-serve, admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Boundary)
 

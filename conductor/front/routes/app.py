@@ -1,7 +1,7 @@
 """The HTTP application of a front: its middleware, and the routes of inference.
 
-Owns: which paths there are, and the order in which middleware sees a request. Does not know: how the answer
-of a model is made and sent (`generation`, `response`), when a front is ready (`shared`).
+Owns: which paths are served, and the order in which middleware sees a request. Does not know: how an answer
+is made and sent (`generation`, `response`), when a front is ready (`shared`).
 """
 
 import asyncio
@@ -46,7 +46,7 @@ UNSERVED_ENDPOINTS = tuple(
         *("threads", "uploads", "vector_stores", "videos"),
     )
 )
-"""Endpoints of OpenAI and vLLM that are answered by a 404 that says so. Clients would retry a 501."""
+"""Endpoints of OpenAI and vLLM that are not served: answered with 404, as clients would retry after a 501."""
 
 # The metrics are our own; to ask for each request whether anybody wants FastAPI's costs more than they do.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
@@ -58,9 +58,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 class _DirectRoutes:
     """ASGI middleware that answers POST requests for some paths before FastAPI looks for a route.
 
-    FastAPI's way to a route takes about 6% of the processor time of a request that is answered by 64 events,
-    for which the bar of 1.25 times a bare application leaves no room. The application has these paths as
-    routes as well, so that it describes them.
+    FastAPI's search for a route takes about 6% of the processor time of a request with an answer of 64
+    events. The limit of 1.25 times the time of a bare application leaves no room for that. The application
+    has these paths as routes as well, so that they are described.
     """
 
     def __init__(self, app: ASGIApp, answers: Mapping[str, Handler]) -> None:
@@ -81,8 +81,11 @@ class _DirectRoutes:
 
 
 def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
-    """Make the HTTP API of `front`, whose link the caller runs. `access`: who may use the admin routes, if
-    they are served. Raises ConfigError for unusable API keys."""
+    """Make the HTTP API of `front`, whose link the caller runs. Raises ConfigError for unusable API keys.
+
+    `access`: the check of clients of the admin routes, which are served here unless they have a listener of
+    their own.
+    """
     app = FastAPI(
         title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
     )
@@ -168,10 +171,10 @@ def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
 
 
 def _add_middleware(app: FastAPI, front: FrontState, answers: Mapping[str, Handler]) -> None:
-    """Add the middleware. The one added last sees a request first.
+    """Add the middleware. The middleware added last sees a request first.
 
-    In the order of a request: CORS, as browsers ask for permission without a key and should be able to read
-    errors; the span; ids and errors (`Boundary`); the key; the paths that need no router.
+    A request passes: CORS, as browsers ask for permission without a key and should be able to read errors;
+    the span; errors (`Boundary`); the API key; the paths that need no router.
     """
     app.add_middleware(_DirectRoutes, answers=answers)
     if (keys_file := front.config.api_keys_file) is not None:

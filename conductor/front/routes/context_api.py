@@ -1,7 +1,7 @@
-"""The endpoint `/v1/context_caches`: a prefix is computed once, kept for a while, and used by id or name.
+"""The endpoint `/v1/context_caches`: prefixes that are computed once, and kept for a time by id and name.
 
 Owns: these routes, their bodies and answers. Does not know: which caches there are (`context_caches`), where
-their blocks are kept (the Conductor's `contexts`).
+their blocks are kept (`conductor.replication.contexts`).
 """
 
 import asyncio
@@ -95,7 +95,7 @@ def context_caches(front: FrontState) -> APIRouter:
 
 
 async def _compute_for_client(front: FrontState, job: Job, request: Request) -> None:
-    """Run a job while its client waits. Raises RequestError, ClientDisconnect."""
+    """Run a job while its client is connected. Raises RequestError, ClientDisconnect."""
     computing = asyncio.create_task(_compute(front, job))
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
     stream.on_disconnect(computing.cancel)

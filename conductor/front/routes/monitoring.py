@@ -39,8 +39,8 @@ _HEADERS = {
 def monitoring(
     registry: CollectorRegistry, display: Display | None, link: Link, access: AdminAccess
 ) -> APIRouter:
-    """Return the routes for monitoring; only the front's metrics without a Conductor in this process
-    (`display` None)."""
+    """Return the routes for monitoring. Without a Conductor in this process (`display` is None) there are
+    only the front's metrics."""
     router = APIRouter()
 
     def metrics_text() -> bytes:
@@ -59,7 +59,7 @@ def monitoring(
 
 
 class _Kept:
-    """A text made by `make` and cached for `kept_s` seconds."""
+    """A text that `make` makes, cached for `kept_s` seconds."""
 
     def __init__(self, make: Callable[[], bytes], kept_s: float) -> None:
         self._make, self._kept_s = make, kept_s

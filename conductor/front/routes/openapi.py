@@ -1,6 +1,7 @@
-"""The route `GET /openapi.json`: the description of the routes' bodies and answers.
+"""The document at `GET /openapi.json`: the description of the routes' bodies and answers.
 
-Owns: the document. Does not know: what routes do. Bodies are described from the models that parse them.
+Owns: the document. Does not know: what routes do. Bodies are described by the pydantic models that parse
+them.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Pages for browsers: `/`, and the API's description at `/docs`.
+"""The pages for browsers: `/`, and the API's description at `/docs`.
 
-`/` is JSON for programs. Nothing is loaded from other hosts: Swagger UI comes with a package.
+At `/` other programs get JSON. Nothing is loaded from other hosts: Swagger UI comes with a package.
 
 Owns: these pages. Does not know: what the routes do, which key they need.
 """
@@ -30,7 +30,8 @@ _MEDIA_TYPES = {
     "swagger-ui-bundle.js": "text/javascript",
     "swagger-ui.css": "text/css",
 }
-"""Files of Swagger UI, kept in memory: a client that reads nothing must not hold one open."""
+"""The files of Swagger UI, with their media types. They are kept in memory, so that a client that reads
+nothing holds no file open."""
 _HEADERS = {
     # Swagger UI is begun by a script within its page, and has styles and pictures of its own.
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline';"
@@ -38,7 +39,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _WITHOUT_INTERNET = {"validatorUrl": None}
-"""Parameters of Swagger UI without which it sends the description to a validation server of its makers."""
+"""Parameters with which Swagger UI does not send the description to a validation server of its makers."""
 
 
 def add_pages(app: FastAPI, model_name: str) -> None:

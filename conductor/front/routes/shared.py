@@ -1,6 +1,6 @@
-"""State that the routes share: the link to the cluster, the model, the reader of bodies, metrics, caches.
+"""The state that routes share: the link to the cluster, the model, the reader of bodies, metrics, caches.
 
-Owns: which context caches a request finds, when the cluster can serve. Does not know: paths, answers.
+Owns: which context cache a request finds, whether the cluster can serve. Does not know: paths, answers.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class FrontState:
-    """State that the routes of a front share. Needs a running event loop."""
+    """The state that the routes of a front share. Needs a running event loop."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class FrontState:
         return cluster
 
     def ready_cluster(self) -> ClusterState:
-        """Return the cluster's state. Raises UnavailableError, naming what is missing, if the cluster cannot
-        serve."""
+        """Return the cluster's state, if the cluster can serve. Else this raises UnavailableError, which
+        names the stages without instances."""
         cluster = self.cluster()
         missing = [
             f"all {role.value} instances are draining"
@@ -146,8 +146,13 @@ class FrontState:
         return fit_into_pool(job, self.cluster(), self.model.block_size)
 
     def generation(self, job: Job, arrived_s: float, span: HttpSpan | None = None) -> Generation:
-        """Return the generation of a job. `arrived_s`: the loop's time of its HTTP request. `span`: its span,
-        if it is traced."""
+        """Return the generation of a job.
+
+        Args:
+            job: The job.
+            arrived_s: The event loop's time at which the job's HTTP request arrived.
+            span: The span of the HTTP request; None if it is not traced.
+        """
         return Generation(
             job, self.model, self.link, self.metrics, self.request_log, self.recorder, arrived_s, span
         )

@@ -1,4 +1,4 @@
-"""The page at `/dashboard`: static files that need no build step and nothing from other hosts.
+"""The page at `/dashboard`: static files, which need no build step and nothing from other hosts.
 
-They draw what `/dashboard/state` says (conductor.telemetry.display), once a second.
+The page draws the state at `/dashboard/state` (`conductor.telemetry.display`) once a second.
 """
