@@ -50,9 +50,9 @@ class Freed(NamedTuple):
     """Preempted requests that would have been decoded."""
 
     def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
-        """Return the work with that of one more assignment.
+        """Return this work plus the work of one more assignment.
 
-        `is_ahead`: whether its prefill goes before that of the preempting request.
+        `is_ahead`: whether its prefill goes before the prefill of the preempting request.
         """
         num_requests, num_tokens = self.work
         return Freed(

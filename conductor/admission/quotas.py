@@ -99,7 +99,7 @@ class Quotas:
             tokens.num_charged += num_tokens
 
     def refund(self, tenant: str, num_tokens: int) -> None:
-        """Return tokens to a tenant that were charged for a rejected request."""
+        """Give a tenant back the tokens that were charged for a request that is rejected."""
         tokens = self.by_tenant.get(tenant)
         if tokens is not None:
             tokens.num_left = min(tokens.tokens_per_minute, tokens.num_left + num_tokens)

@@ -1,8 +1,7 @@
 """BanaServe's performance model of disaggregated serving (section 4.3), for requests of one size.
 
 The paper divides operations by a device's peak. Costs here are measured seconds of the instances, learned or
-profiled (`mooncake.messages.costs`), which have the number of layers and operations and the speed of the
-device in them.
+profiled (`mooncake.messages.costs`). They contain all layers and operations, and what the device achieves.
 
     equations 12, 13  forward pass and transfer of a layer     `overlapped_s`
               20, 21  T_TTFT = T_p + T_x + T_q                 `Pairs.performance`
@@ -159,8 +158,8 @@ class Pairs:
         )
 
     def _rate_per_s(self, sizes: Sizes, num_requests: float, tpot_s: float) -> float:
-        """Return the answers a second with this T_TPOT if no request queues for decode; at most as many as
-        prefill can begin."""
+        """Return the answers a second with this T_TPOT if no request queues for decode; no more than prefill
+        can keep up with."""
         prefill_s = sizes.prefill_s(self.prefill)
         transfer_s = (sizes.num_prompt_tokens - sizes.num_cached_tokens) * self.token_transfer_s
         ttft_s = self.first_token_s + overlapped_s(prefill_s, transfer_s, self.num_layers)

@@ -39,7 +39,7 @@ _MOST_LATEST = 1 << 10
 _MOST_PREFIXES = 64
 """The most prefixes that are considered in one round, the hottest ones."""
 _ROOM_SHARE = 2
-"""The most that one copy may take of an instance's pages is their number divided by this."""
+"""The divisor of the number of an instance's pages: the result is the most blocks of one copy."""
 
 
 @dataclass(slots=True)

@@ -190,7 +190,7 @@ class WorkerReports:
     def _count_failure(self, tracked: TrackedRequest) -> bool:
         """Count a failed attempt. Returns whether the request has used up its attempts.
 
-        An attempt counts if no instance of its pair is lost, which would explain the failure.
+        An attempt does not count if an instance of its pair is lost, as the loss explains the failure.
         """
         pair = tracked.placed.placement.identities
         if all(self._requests.instances.by_identity(identity) is not None for identity in pair):

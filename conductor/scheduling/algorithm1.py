@@ -247,7 +247,8 @@ class Scheduler:
     # -- the listing's loops over all instances, which `conductor.scheduling.native` replaces ---------------
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Return the slot of the holder of the longest prefix that can send it first (line 4)."""
+        """Return the slot of the instance that can send the longest prefix first, of all that hold it (line
+        4)."""
         transfers, block_bytes = self._view.transfers, self._view.block_bytes
 
         def ahead_bytes(slot: int) -> float:

@@ -62,7 +62,8 @@ class NativeScheduler(Scheduler):
         self._inlined_s = array("d", [0.0] * 5)
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Return the slot of the holder of the longest prefix that can send it first (line 4)."""
+        """Return the slot of the instance that can send the longest prefix first, of all that hold it (line
+        4)."""
         return int(self._code.find_best_prefix_match(self._at(), *_packed(match), self._view.block_bytes))
 
     def estimate_ttft(

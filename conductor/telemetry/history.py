@@ -71,7 +71,7 @@ class RequestTimeline:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     attempt: int = 0
-    """The number of the current attempt. Numbers of migrations without a move are skipped."""
+    """The number of the current attempt. Migrations that ended without a move have used up numbers, too."""
     num_attempts: int = 0
     """The number of placements."""
     num_moves: int = 0

@@ -375,7 +375,7 @@ class ClusterView:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
     def _learn_decode(self, slot: int, decode: DecodeStats, now_s: float) -> None:
-        """Learn from the iterations since the last heartbeat that carried no prompt."""
+        """Learn costs from the iterations since the last heartbeat, without those that had a prompt."""
         occupant, loads = self._occupants[slot], self.loads
         before, occupant.decode = occupant.decode, decode
         mixed, mixed_before = decode.mixed, before.mixed

@@ -300,8 +300,8 @@ class Instances:
         return None
 
     def lacks_stage(self, role: Role, other: Role) -> bool:
-        """Return whether no instance, expected ones included, does a stage that `role` can do and `other`
-        cannot."""
+        """Return whether there is a stage that `role` can do and `other` cannot, and for which no instance is
+        registered or expected."""
         return any(
             self._settings.can(role, stage) and not self._settings.can(other, stage) and self.lacks(stage)
             for stage in STAGES

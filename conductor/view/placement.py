@@ -39,7 +39,7 @@ class Placement(NamedTuple):
     prefill: Instance
     decode: Instance
     num_local_blocks: int
-    """The prompt's leading blocks that `prefill` holds, or will hold when the prompt's turn comes."""
+    """The number of the prompt's leading blocks that `prefill` holds, or will hold at the prompt's turn."""
     num_coming_blocks: int
     """The number of blocks at the end of `num_local_blocks` that earlier prompts have yet to compute.
 
@@ -48,7 +48,7 @@ class Placement(NamedTuple):
     source: Instance | None
     """The instance from which `prefill` fetches missing blocks; None if it fetches none."""
     num_source_blocks: int
-    """The prompt's leading blocks that the source holds."""
+    """The number of the prompt's leading blocks that the source holds."""
     prediction: Prediction
 
     @property

@@ -11,13 +11,13 @@ from conductor.front.generation.generation import Delta
 from mooncake.messages.requests import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
-"""The least logprob that is shown, as JSON has no infinity. It is vLLM's."""
+"""The least logprob that is shown, as JSON has no infinity. vLLM shows the same."""
 TokenBytes = Callable[[int], bytes]
 
 
 def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return a chat completion's logprobs: an entry for each token that `usage` counts, with that of a stop
-    token."""
+    """Return a chat completion's logprobs: an entry for each token that `usage` counts, a stop token at the
+    end included."""
     content = [
         {
             **_entry(token_id, of_token.logprob, token_bytes),
