@@ -1,8 +1,8 @@
 """The pools of a client, and failover between them.
 
-Each thread that uses a pool has a connection of its own meanwhile. A lost pool is tried again by a separate
-thread, about once a second and only while there are calls. A call that another pool can answer waits for that
-attempt only a moment.
+A thread that uses a pool has a connection of its own meanwhile. A lost pool is tried again by a separate
+thread, about once a second and only while there are calls. A call that another pool can answer waits only a
+moment for such an attempt.
 
 Owns: open connections and their serials; failover to another pool that can answer. Does not know: the calls.
 """
@@ -26,7 +26,7 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Seconds after a failed attempt to reconnect to a lost pool before the next."""
+"""Seconds between a failed attempt to reconnect to a lost pool and the next attempt."""
 _RECONNECT_TIMEOUT_S = 2.0
 """Seconds that one attempt to reconnect may take."""
 _MOMENT_S = 0.02
@@ -48,8 +48,8 @@ class Backend:
     """One pool, and a client's connections to it.
 
     `fingerprint` and `layout`: those that the pool must have; None while unknown. `key`: the cluster key;
-    not needed for a pool on this host. `formats_anew`: whether the pool is formatted for them when it comes
-    back empty.
+    not needed for a pool on this host. `formats_anew`: whether the pool is formatted with this fingerprint
+    and layout when it comes back empty.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Backend:
         self._lock = threading.Lock()
         """Lock of the serials and of `_attempt`."""
         self._free_serials: list[int] = []
-        """Serials of closed connections; last those that may have had pages reserved when they were lost."""
+        """Serials of closed connections: at the end those whose connection may have had pages reserved when
+        it was lost."""
         self._num_unsettled = 0
         """Number of serials whose connections may have had pages reserved."""
         self._mapping: Mapping | None = None
@@ -205,8 +206,8 @@ class Backend:
             return self._attempt
 
     def _reconnect(self) -> None:
-        """Reconnect, and settle the serials of all connections that were lost: their pages are still set
-        aside."""
+        """Reconnect with the serial of each connection that was lost: until then the pool keeps the pages
+        that were reserved for it aside."""
         try:
             while True:
                 timeout_s = min(self._timeout_s, _RECONNECT_TIMEOUT_S)
@@ -295,11 +296,9 @@ def connect_all(
 ) -> tuple[Backends, str, KVLayout]:
     """Connect to the pools at `urls`, some of which may be lost.
 
-    Returns the pools, and their common fingerprint and layout.
-
-    With `fingerprint` and `layout` new pools are formatted; with `formats_anew` also those that come back
-    empty later. Raises PoolError if all are lost, and the error
-    with which a pool refuses.
+    Returns the pools, and their common fingerprint and layout. With `fingerprint` and `layout`, new pools are
+    formatted; with `formats_anew` also pools that come back empty later. Raises PoolError if all pools are
+    lost, or the error with which a pool refuses.
     """
     backends, lost = [], []
     may_format = fingerprint is not None and layout is not None

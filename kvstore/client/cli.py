@@ -23,7 +23,7 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.pools import PoolStats, Tier
 
 _VERIFIED_BYTES = 64 << 20
-"""Bytes of blocks that one call verifies at most."""
+"""The most bytes of blocks that one call verifies."""
 _MIB = 1 << 20
 
 

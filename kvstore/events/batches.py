@@ -1,6 +1,6 @@
 """The KV events of one instance's pool, in numbered batches.
 
-The pool reports each block that can be found or no longer be found, as it happens. A publisher seals the
+The pool reports each block at once when the block can be found, or no longer can. A publisher seals the
 collected events into a batch and sends it. The latest batches stay here for replays. Between two seals,
 consecutive events of one kind and tier become one. Everything runs in one thread, so a snapshot of the pool
 that is taken right after a seal, with no await in between, is the state after exactly that batch.
@@ -19,9 +19,9 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
-"""Blocks of a batch at most, so that its message has some 200 KB.
+"""The most blocks of a batch, whose message then has some 200 KB.
 
-At this size a batch is sealed by itself, so the log is bounded even if no caller seals.
+A batch of this size is sealed by itself, so the log is bounded even if no caller seals.
 """
 
 
@@ -29,8 +29,9 @@ At this size a batch is sealed by itself, so the log is bounded even if no calle
 class BlockTokens:
     """The tokens of a full block, for routers that hash tokens themselves.
 
-    `parent` is the key of the block before it, None for a first block (the root key is no block). Requests
-    of other tenants must not match a block that was stored under a `cache_salt`: report it without tokens.
+    `parent` is the key of the block before this one; None for a first block (the root key is no block).
+    Requests of other tenants must not match a block that was stored under a `cache_salt`: report such a block
+    without tokens.
     `token_ids` are kept until the batch leaves the log, so give something compact (`array("I")`,
     `memoryview.cast("I")`) and never change it.
     """
@@ -72,7 +73,7 @@ class EventLog:
     def on_event(self, listener: Callable[[], None]) -> None:
         """Register the listener, which is called at the first event of each new batch.
 
-        The call comes in the middle of a change of the pool, which the listener must not use.
+        The call comes in the middle of a change of the pool, so the listener must not use the pool.
         """
         self._listeners.append(listener)
 

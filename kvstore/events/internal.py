@@ -30,7 +30,7 @@ Snapshot = Callable[[], Iterable[tuple[Tier, list[BlockKey]]]]
 KV_TOPIC = b"kv"
 """The ZeroMQ topic of every batch."""
 SNAPSHOT_PART_KEYS = 20_000
-"""Keys in one message: 360 KB; a snapshot of a million blocks has 50 parts."""
+"""Keys in one message of a snapshot: 360 KB. A snapshot of a million blocks has 50 such parts."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -62,7 +62,7 @@ class InternalPublisher(Publisher):
 
     @property
     def num_refused(self) -> int:
-        """The number of connections that were closed for another key, or none."""
+        """The number of connections that were closed because the peer had another cluster key, or no key."""
         return self._gate.num_refused
 
     @property

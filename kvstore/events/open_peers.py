@@ -15,26 +15,24 @@ from mooncake.security.handshakes import connection_of, num_bytes_received
 from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_OPEN = 32
-"""Connections to one socket at most. A further one closes the oldest, whose peer may connect again."""
+"""The most connections to one socket. A further one closes the oldest, whose peer may connect again."""
 MOST_SENT_BYTES = 8 << 10
-"""Bytes that one connection may send.
+"""The most bytes that the peer of one connection may send.
 
-libzmq keeps every frame of an unfinished message, in up to 32 times its bytes. A router sends 20 bytes to
-begin and 20 for each replay, and connects again by itself.
+libzmq keeps every frame of an unfinished message, in up to 32 times the frame's bytes. A router sends 20
+bytes at first and 20 for each replay. If its connection is closed, a router connects again by itself.
 """
 LOOK_INTERVAL_S = 0.01
 """Seconds between two checks while a peer is connected.
 
-libzmq's one thread can receive some megabytes in between.
+libzmq's one thread can receive some megabytes between two checks.
 """
 
 
 class OpenPeers:
     """A limit of the TCP connections to a socket, and of the bytes that their peers send.
 
-    Needs a running event loop.
-
-    To be made before `bound` is bound, and closed before `bound` is closed.
+    Needs a running event loop. To be made before `bound` is bound, and closed before `bound` is closed.
     """
 
     def __init__(self, bound: zmq.asyncio.Socket) -> None:

@@ -2,10 +2,10 @@
 
 A publisher reads the pool's `EventLog` at its own position, and has two sockets:
 
-- PUB: every batch, the first event at once, then what `flush_interval_s` has collected. A subscriber that is
-  slow or gone loses batches and sees that in their numbers; it never holds up anybody.
-- ROUTER: replays and snapshots. An answer waits for a peer that reads slowly and is given up if it reads
-  nothing; what may be queued for a peer is bounded.
+- PUB sends every batch: the first event at once, then at each `flush_interval_s` the events since. A
+  subscriber that is slow or gone loses batches and sees that in the batches' numbers. It delays nobody.
+- ROUTER answers with replays and snapshots. An answer waits for a peer that reads slowly, and is given up if
+  the peer reads nothing. The queue for each peer is bounded.
 
 Owns: these sockets, flow control. Does not know: the format of a message, the pool.
 """
@@ -27,15 +27,15 @@ from mooncake.errors import ConfigError
 FLUSH_INTERVAL_S = 0.01
 """Seconds between two batches, in which further events are collected."""
 PUB_QUEUE_LEN = 1_000
-"""Batches that may wait for a subscriber: those of 10 s and more."""
+"""The most batches that may wait for a subscriber: 10 s of them, or more."""
 ANSWER_QUEUE_LEN = 32
-"""Messages of an answer that may wait for its peer: 12 MB of a snapshot."""
+"""The most messages of an answer that may wait for its peer: 12 MB of a snapshot."""
 MAX_ANSWERS = 16
-"""Peers that are answered at the same time at most; others wait."""
+"""The most peers that are answered at the same time; others wait."""
 ANSWER_TIMEOUT_S = 10.0
 """Seconds for which a peer may read nothing before its answer is given up."""
 LOGGED_CHARS = 200
-"""Characters of a malformed request that are logged."""
+"""The most characters of a malformed request that are logged."""
 
 log = logging.getLogger(__name__)
 

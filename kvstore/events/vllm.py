@@ -18,7 +18,7 @@ from mooncake.messages.kv_events import KVCleared, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_REQUEST_BYTES = 1 << 10
-"""Bytes of a received frame at most: a topic, or a number."""
+"""The most bytes of a received frame, which has a topic or a number."""
 MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK", Tier.DEVICE: "GPU"}
 """The name that vLLM gives each tier.
 
@@ -28,7 +28,7 @@ STORAGE.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """The sequence number of the message behind the last batch of a replay: -1."""
 _HASH_BYTES = 8
-"""The bytes of a key that vLLM's integers hold, the last ones."""
+"""The number of bytes of a key that vLLM's integer hashes hold: the key's last ones."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -68,18 +68,18 @@ class _EventBatch(msgspec.Struct, array_like=True):
 class VllmPublisher(Publisher):
     """A publisher of KV events in vLLM's format: `[topic, 8-byte number, payload]`, and replays.
 
-    - Open to every peer that reaches the sockets: the routers that follow this format know no keys. How many
-      they are, and what they say, is bounded (`OpenPeers`).
+    - It is open to every peer that reaches the sockets, as routers that follow this format have no cluster
+      key. The number of peers, and the bytes that each sends, are bounded (`OpenPeers`).
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.
     - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads
-      integers; not all read bytes, and those that do shorten them differently.
+      integers; not all routers read bytes, and those that do shorten them differently.
     - A block whose tokens are not known is announced by its hash alone, without tokens and with block size 0,
-      as vLLM announces what it offloads. Routers apply that to a block they have met, which has moved to
-      another tier, and skip it otherwise: they are never told a wrong prefix.
-    - A life begins with `AllBlocksCleared`: numbers begin anew, and what went before may not hold any more.
-    - A replay that starts before the oldest batch begins with that one, and the numbers show it. There is no
-      snapshot in this format.
+      as vLLM announces blocks that it offloads. Routers apply such an event to a block that they know, as
+      moved to another tier, and skip it otherwise: they are never told a wrong prefix.
+    - A life begins with `AllBlocksCleared`: numbers begin anew, and earlier events may not hold any more.
+    - A replay from a number before the oldest kept batch begins with that batch, and the batches' numbers
+      show it. There is no snapshot in this format.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ def _blocks_stored(
 def _runs(keys: Sequence[BlockKey], tokens: dict[BlockKey, BlockTokens]) -> Iterator[list[BlockKey]]:
     """Yield runs of `keys` in which each block follows the one before.
 
-    A run comes after its parent's, as routers drop a block whose parent they have not met, and blocks may be
-    sealed in any order.
+    A run comes after the run that has its parent: routers drop a block whose parent they do not know, and
+    blocks may be sealed in any order.
     """
     children: dict[BlockKey | None, list[BlockKey]] = {}
     for key in keys:

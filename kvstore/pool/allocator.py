@@ -1,5 +1,5 @@
 """Allocation of the pages of one table, in DRAM or on SSD: which block is where, which page is free, and
-which sealed block may go.
+which sealed block is evicted next.
 
 A page with users (reservations, leases, holds, hard pins) is not evicted. A SEALED page without users is
 *idle*: it may be evicted at any time, in the order of the policy. Allocating and freeing take constant time;
@@ -24,14 +24,15 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
 
 _VICTIMS_SHARE = 64
-"""The divisor of the number of pages that gives the victims chosen at a time."""
+"""Victims chosen at a time: the number of pages divided by this."""
 
 
 class PageAllocator:
-    """The pages of one table, the blocks in them, and their users. Adopts the sealed pages in `table`.
+    """The pages of one table, the blocks in them, and their users.
 
-    `on_removed` is called with the key of each block that leaves the index, `on_sealed` with the pages of
-    blocks that enter it.
+    The constructor adopts the sealed pages that an earlier process has left in `table`. `on_removed` is
+    called with the key of each block that leaves the index, `on_sealed` with the pages of blocks that enter
+    it.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PageAllocator:
         self._free = array("i", free.tobytes())
         self.num_users: Array = np.zeros(table.num_pages, np.int32)
         self.num_users_of = self.num_users.data
-        """The same numbers as a memoryview, which is faster for a single page."""
+        """`num_users` as a memoryview, which is faster for a single page."""
         self.shares = Shares(table.num_pages)
         self.soft_pinned: Array = np.zeros(table.num_pages, np.bool_)
         self.num_idle = len(adopted.sealed)
@@ -143,7 +144,7 @@ class PageAllocator:
     def unseal(self, page: int) -> None:
         """Remove the block in `page` from the index. The page is QUARANTINED until its last user has gone.
 
-        The caller must free a page without users.
+        If the page has no users, the caller must free it.
         """
         if self.num_users_of[page] == 0:
             self.num_idle -= 1
@@ -174,8 +175,8 @@ class PageAllocator:
             self._victims.extend((page, self.table.last_use_of[page]) for page in self._chosen(idle))
 
     def _chosen(self, idle: Array) -> list[int]:
-        """Return the next victims: blocks that no tenant's share protects, or other blocks if there are
-        none."""
+        """Return the next victims: blocks that neither a tenant's share nor a soft pin protects, or any idle
+        blocks if there are none such."""
         num_victims = max(1, self.table.num_pages // _VICTIMS_SHARE)
         num_disposable = self.shares.num_disposable(np.flatnonzero(self.table.states != FREE))
         if num_disposable is not None:

@@ -17,8 +17,8 @@ NOBODY = 0
 class Block:
     """One block of a reservation.
 
-    Invariant: all of its layers have arrived iff it is SEALED, or another block was sealed under its key
-    first.
+    Invariant: a block that is or was SEALED has all layers. A block with all layers is or was SEALED, unless
+    it is private or another block was sealed under its key first.
     """
 
     key: BlockKey | None

@@ -46,7 +46,7 @@ class Evictor:
         self.epoch = 0
         """Number of times that a page became free or evictable."""
         self.num_wanted = 0
-        """Free pages that a request could not get."""
+        """The largest number of free pages that a request could not get."""
         self.num_evictions = 0
         """Evicted blocks since the pool was opened."""
         self.ghosts = Ghosts(allocator.table.num_pages)
@@ -60,7 +60,8 @@ class Evictor:
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` pages are free.
 
-        Returns False if the lower tier does not hold enough of the blocks yet.
+        Returns False if too few blocks can be evicted now: the others are in use, or the lower tier does not
+        hold them yet.
         """
         while self._allocator.num_free < num_pages:
             page = self._allocator.coldest()
@@ -72,7 +73,7 @@ class Evictor:
     def require(self, num_pages: int) -> None:
         """Evict until `num_pages` pages are free. Raises PoolFullError if that is impossible now.
 
-        If the pages can be had later, they count as wanted from then on.
+        If the lower tier only has to catch up, the pages count as wanted from then on.
         """
         self.check(num_pages, 0)
         if not self.make_room(num_pages):
@@ -81,7 +82,7 @@ class Evictor:
             raise self._refusal(num_pages, self._allocator.num_idle)
 
     def check(self, num_pages: int, num_kept: int) -> None:
-        """Check that `num_pages` pages are free or idle, beside `num_kept` idle ones. Raises
+        """Check that `num_pages` pages are free or idle, without `num_kept` of the idle ones. Raises
         PoolFullError."""
         num_evictable = self._allocator.num_idle - num_kept
         if num_pages > self._allocator.num_free + num_evictable:

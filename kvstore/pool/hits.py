@@ -15,13 +15,13 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
 
 _MOST_GHOSTS = 1 << 20
-"""Ghosts that are remembered at most, in 8 MiB of memory."""
+"""The largest `num_blocks` of a table of ghosts, which then takes 16 MiB."""
 _ID_BYTES = 8
 """Bytes of a key that a ghost keeps."""
 
 
 class Ghosts:
-    """A table of keys evicted lately, by which a miss would have been a hit with more memory.
+    """A table of keys evicted lately. A miss of such a key would have been a hit with more memory.
 
     A direct-mapped table of about `num_blocks` key prefixes: a new ghost may replace an old one.
     """
@@ -57,7 +57,7 @@ class Hits:
         self.num_hits: Counter[Tier] = Counter()
         """Hits by the tier in which the block was before a request asked for it."""
         self.num_misses: Counter[str] = Counter()
-        """Misses by reason: absent (not seen lately) or evicted."""
+        """Misses by reason: evicted lately, or absent."""
         self._ghosts = ghosts
         self._promoted: set[int] = set()
         """Pages whose block came from the lower tier and has not been asked for since."""

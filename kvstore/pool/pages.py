@@ -6,7 +6,7 @@
                 |
                 +--> FREE     (a private page, or one whose write was given up)
 
-A process may die between any two writes to the table. So each transition writes in one order:
+A process may die between any two writes to the table. So each transition writes its fields in one order:
 
     to RESERVED       writer, state
     to SEALED         layers and their checksums, key, state
@@ -15,8 +15,8 @@ A process may die between any two writes to the table. So each transition writes
 
 Invariants that follow: a page is SEALED only while all of its layers, their checksums and its key are in
 place, so a SEALED page of a dead process can be adopted; and a late write that names an old generation is
-refused, even if the owner died in between. A QUARANTINED page has been given up while transfers or readers
-still use it; it is freed when the last of them ends.
+refused, even if the owner died in between. A QUARANTINED page has been given up while a transfer, a reader or
+a writer of an earlier life may still use it; it is freed when the last of them ends.
 
 The same table describes the slots of a slab file (`kvstore.ssd.slab`). There the machine may lose power
 between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half
@@ -48,7 +48,7 @@ _MOST_USES = (1 << 32) - 1
 _NOBODY = 0
 """The writer of a page that only its owner writes."""
 COPIER_SERIAL = (1 << 32) - 1
-"""The serial of messengers that copy to granted pages, which no client has."""
+"""The serial number that stands for a messenger which copies to granted pages. No client has it."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -75,8 +75,10 @@ _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for 
 
 
 class PageWriter(NamedTuple):
-    """A client that may have a page mapped for writing: its process id, and its serial number in the
-    process."""
+    """A client that may have a page mapped for writing: its process id, and its serial number in the process.
+
+    A messenger that copies to granted pages is such a writer too, with `COPIER_SERIAL`.
+    """
 
     pid: int
     serial: int
@@ -210,7 +212,7 @@ class PageTable:
     def reserve(self, page: int, writer: PageWriter | None = None) -> None:
         """Reserve a FREE page.
 
-        `writer` has the page mapped and is going to write it; None: only its owner writes.
+        `writer` has the page mapped and is going to write it; None if only the table's owner writes it.
         """
         self.reserve_all([page], writer)
 
@@ -284,15 +286,15 @@ class PageTable:
         return copy
 
     def assign(self, writer: PageWriter) -> None:
-        """Record, after the owner's death, that `writer` may be writing to any page that is neither FREE nor
-        SEALED and has no writer."""
+        """Record, after the owner's death, that `writer` may be writing to each page that is RESERVED or
+        QUARANTINED and has no writer yet."""
         others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
         self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 
     def adopt(self) -> Adopted:
         """Adopt the table after the death of its owner, and return its contents.
 
-        Pages with a writer stay QUARANTINED until the writer is gone.
+        Pages with a writer are QUARANTINED; the caller frees each of them when its writer is gone.
         """
         pages = np.flatnonzero(self.states == SEALED)
         pages = pages[np.argsort(self.last_uses[pages], kind="stable")]

@@ -1,15 +1,18 @@
 """The DRAM tier of one instance's part of the KVCache pool: allocation and users of pages.
 
 A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a
-deadline: on those of the blocks that are there, and on fresh pages for the others. A *lease* only reads, and
-ends by itself at its deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be
-read or written until nobody can do so any more. A *pin* keeps a block that is not in use. (Mooncake, section
-3: paged blocks, deduplicated by key, eviction by policy.)
+deadline: on the pages of its sealed blocks, and on fresh pages for its other blocks. A *lease* only reads,
+and ends by itself at its deadline. A *hold* is the claim on one page of a transfer, of a copy to or from SSD,
+or of a writer of an earlier life, as long as the page's bytes may be read or written. A *pin* keeps a block
+that is not in use. (Mooncake, section 3: paged blocks, deduplicated by key, eviction by policy.)
 
-Invariants, checked by `check_integrity`:
+Invariants:
 - the users of a page (see allocator) are its reservations, its leases, its hard pin and its holds, no others;
-- a page is RESERVED iff exactly one reservation has it as a block that is not complete or lost its key;
+- a page is RESERVED iff exactly one reservation has it and its block was never sealed there: the block is
+  incomplete, has no key, or another block was sealed under its key first;
 - a page with a user is never evicted and never given to somebody else.
+
+`check_integrity` checks the first, and that each RESERVED page is in exactly one reservation.
 
 Owns: reservations, leases, holds. Does not know: bytes, sockets, the clock.
 """
@@ -75,7 +78,7 @@ class Pool:
         """Leases by id. Other modules only read this."""
         self._lease_deadlines = Deadlines[int]()
         self._num_holds: Counter[int] = Counter()
-        """Transfers in flight that touch a page, by page; no zeros."""
+        """The number of holds on each page that has any."""
         self._former_writers: dict[PageWriter, list[int]] = {}
         for page, writer in self.allocator.adopted_writers.items():
             self._add_hold(page)
@@ -138,9 +141,10 @@ class Pool:
     ) -> PageReservation:
         """Reserve a page for each key and `num_private` pages without a key, all or none.
 
-        Pages of sealed blocks are claimed. `writer` will write the pages through its own mapping. Pages count
-        to the share of `tenant`; empty: to none. Raises PoolFullError if not enough pages are free or can be
-        evicted now, PoolError if the pool has not enough pages at all.
+        The page of a sealed block is the one that has it. `writer` will write the fresh pages through its own
+        mapping. The pages count towards the share of `tenant`; an empty name stands for no tenant. Raises
+        PoolFullError if too few pages are free or can be evicted now, PoolError if the pool has too few pages
+        at all.
         """
         self._check_size(len(keys) + num_private)
         number = self.allocator.shares.enter(tenant)  # before others' blocks are evicted for it
@@ -179,10 +183,8 @@ class Pool:
     def renew_pages(self, reservation: PageReservation, blocks: Sequence[Block]) -> None:
         """Replace the pages of blocks of `reservation`, as a transfer may still write the old ones.
 
-        Layers that have arrived are lost.
-
-        Does nothing if the reservation has been released. Raises PoolFullError, and changes nothing, without
-        room.
+        Layers that have arrived are lost. Does nothing if the reservation has been released. Without room
+        raises PoolFullError, and changes nothing.
         """
         if self.reservations.get(reservation.reservation_id) is not reservation:
             return
@@ -214,8 +216,10 @@ class Pool:
                 self._events.stored(Tier.DRAM, block.key, block.tokens)
 
     def begin_promotion(self, key: BlockKey, position: int) -> PageReservation:
-        """Reserve a page for a block that the lower tier holds, before a request needs the block. Raises
-        PoolFullError."""
+        """Reserve a page for a block that the lower tier holds. Raises PoolFullError.
+
+        `position` is the index of the block in its prompt.
+        """
         self.evictor.require(1)
         (block,) = self._blocks([key], [None], None)
         block.position = position
@@ -241,7 +245,8 @@ class Pool:
     # -- leases -----------------------------------------------------------------------------------
 
     def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> PageLease:
-        """Lease the `keys` that are in DRAM, which stay in their pages until `end_lease` or `expire`."""
+        """Lease the blocks of `keys` that are in DRAM: they stay in their pages until `end_lease` or
+        `expire`."""
         index = self.allocator.index
         lease = PageLease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
         found = lease.claimed_pages
@@ -277,12 +282,15 @@ class Pool:
     # -- transfers --------------------------------------------------------------------------------
 
     def hold(self, page: int) -> None:
-        """Record that a transfer may read or write `page`, which is in use or sealed, from now on."""
+        """Record that from now on a transfer, or a copy to or from SSD, may read or write `page`.
+
+        The page is in use or sealed.
+        """
         assert self.allocator.num_users[page] or self.table.state_of[page] == SEALED
         self._add_hold(page)
 
     def unhold(self, page: int, *, used: bool = True) -> None:
-        """End a hold, as that transfer cannot touch `page` any more. `used`: whether the transfer was for a
+        """End a hold, as its holder cannot read or write `page` any more. `used`: whether the hold was for a
         request."""
         self._num_holds[page] -= 1
         assert self._num_holds[page] >= 0
@@ -296,7 +304,7 @@ class Pool:
 
     @property
     def former_writers(self) -> list[PageWriter]:
-        """The processes that may still be writing to pages of a former messenger process."""
+        """The processes that may still be writing to pages that an earlier messenger process gave them."""
         return list(self._former_writers)
 
     def keep_aside(self, writer: PageWriter) -> None:
@@ -308,7 +316,7 @@ class Pool:
             own.append(page)
 
     def writer_gone(self, writer: PageWriter) -> None:
-        """Free the pages that this writer had from a former messenger process. Idempotent."""
+        """End the holds for this writer on pages that an earlier messenger process gave it. Idempotent."""
         for page in self._former_writers.pop(writer, []):
             self.unhold(page)
 
@@ -366,12 +374,14 @@ class Pool:
 
     @property
     def num_used_pages(self) -> int:
-        """The number of pages that a reservation, lease, transfer or hard pin uses."""
+        """The number of pages that a reservation, lease, hold or hard pin uses."""
         return int(np.count_nonzero(self.allocator.num_users))
 
     def orphans(self) -> list[int]:
-        """Return the pages whose number of users differs from the known claims. There should be none, as such
-        a page never becomes free."""
+        """Return the pages whose number of users differs from the number of their claims.
+
+        There should be none: such a page never becomes free.
+        """
         known: Counter[int] = Counter(self._num_holds)
         known.update(page for r in self.reservations.values() for page in r.by_page)
         known.update(page for lease in self.leases.values() for page in lease.claimed_pages)
@@ -383,7 +393,7 @@ class Pool:
         return orphans
 
     def check_integrity(self) -> str | None:
-        """Check that every page is accounted for exactly once. Returns what is wrong; None if all is well."""
+        """Check claims and page table against each other. Returns what is wrong; None if all is well."""
         problems = list(self.allocator.problems())
         if self.orphans():
             problems.append("a page's users are not its reservations, leases, pins and holds")

@@ -5,7 +5,7 @@
     table_offset   page table (`kvstore.pool.pages`)
     pages_offset   pages, one block each, aligned to 4096 bytes; one layer of a block is contiguous
 
-It is a mapping of a descriptor that the supervisor created and allocated, so it outlives both the
+The segment is a mapping of a descriptor that the supervisor created and allocated, so it outlives both the
 messenger and the worker. The magic is written last: a half-formatted segment counts as unformatted.
 A slab file has the same format (`kvstore.ssd.slab`).
 

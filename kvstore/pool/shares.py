@@ -3,9 +3,9 @@
 A block belongs to the tenant that has reserved its page, or that is the first to use it after a restart. The
 share of an active tenant is three quarters of an equal part of the pages; the last quarter is headroom, so
 that some block can always be evicted. A tenant may use pages that others leave unused. Blocks without a
-tenant, or of one that has used nothing for a while, are not protected: they are evicted in the order of the
-policy, like those of tenants above their share. Pages in use count, and are never evicted: requests that run
-go before shares.
+tenant, or of a tenant that has used nothing for a while, are not protected: they are evicted in the order of
+the policy, like the blocks of tenants above their share. Pages in use count, and are never evicted: requests
+that run go before shares.
 
 Owns: whose each page is. Does not know: which pages are free, the order of eviction, requests.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from kvstore.pool.pages import Array
 
 ACTIVE_S = 600.0
-"""Seconds after its last use of the pool for which a tenant has a share."""
+"""Seconds for which a tenant keeps its share after its last use of the pool."""
 PROTECTED = 0.75
 """The fraction of an equal part of the pages that is a tenant's protected share."""
 NO_TENANT = 0
@@ -37,7 +37,7 @@ class Shares:
         """The time, as of the latest tick."""
 
     def num_pages_of(self, tenant: str) -> int:
-        """Return the number of pages whose latest user is a tenant, free ones included."""
+        """Return the number of pages whose latest user is this tenant, free pages included."""
         return int(np.count_nonzero(self._tenant_of == self._numbers.get(tenant, -1)))
 
     def enter(self, tenant: str) -> int:
@@ -73,8 +73,8 @@ class Shares:
             del self._last_use_s[number]
 
     def num_disposable(self, in_use: Array) -> Array | None:
-        """Return the number of pages of each tenant, by number, that its share does not protect:
-        `[num_tenants]`.
+        """Return how many pages of each tenant its share does not protect: `[num_tenants]`, by the tenant's
+        number.
 
         None if nobody is protected from others: there are fewer than two active tenants. `in_use` are the
         pages that are not free, `[n]`.

@@ -1,6 +1,6 @@
 """Messages of a messenger to the users of its pool part. Most are answers to `calls`.
 
-Owns: its vocabulary. Does not know: sockets.
+Owns: the vocabulary of these messages. Does not know: sockets.
 """
 
 from enum import StrEnum
@@ -65,7 +65,7 @@ class LayersFetched(msgspec.Struct, tag=True, frozen=True):
 
     This is no answer: several are sent during a fetch, with the same numbers again while only a part of the
     next layers has arrived. Blocks from `num_blocks` on have been given up: they keep the layers that they
-    have, and the caller may write the others.
+    have, and the caller may write their other layers.
     """
 
     call_id: int
@@ -76,10 +76,8 @@ class LayersFetched(msgspec.Struct, tag=True, frozen=True):
 class Fetched(msgspec.Struct, tag=True, frozen=True):
     """The end of a fetch: for each block, the number of leading layers that have arrived.
 
-    A block with all layers is sealed.
-
-    `pages`: the present pages of the blocks. If the source hung, blocks that it might still write have new
-    pages.
+    A block with all layers is sealed. `pages`: the present pages of the blocks. If the source hung, blocks
+    that it might still write have new pages.
     """
 
     call_id: int
@@ -134,7 +132,10 @@ class Verified(msgspec.Struct, tag=True, frozen=True):
 
 
 class GotBlocks(msgspec.Struct, tag=True, frozen=True):
-    """The answer that precedes the layers of the `found` blocks, in order; `checksums` as in `PutBlocks`."""
+    """The answer to `GetBlocks`. The layers of the `found` blocks follow it, in order.
+
+    `checksums` are those of these layers, in the order of `PutBlocks`.
+    """
 
     call_id: int
     found: list[bool]

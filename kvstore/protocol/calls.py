@@ -2,14 +2,14 @@
 
 A *worker* (`Attach`) and any number of *clients* (`Connect`) speak the same language: one msgpack packet
 a message on a Unix socket, and the segment mapped beside it. Clients on other hosts speak it over TCP,
-one frame a message (see remote), after both sides have proved that they know the cluster's key (see
-greeting); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
+one frame a message (`frames`), after both sides have proved that they know the cluster's key (`greeting`).
+These clients map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
 `Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `DeviceBlocks`, `StopFetch` and `DropIdle` are no calls:
 they are frequent or ordered, and an error in one ends the session.
 
-Owns: their vocabulary. Does not know: the answers (`answers`), sockets.
+Owns: the vocabulary of these messages. Does not know: the answers (`answers`), sockets.
 """
 
 from typing import Annotated
@@ -23,9 +23,9 @@ from mooncake.messages.pools import Grant, PoolShard
 from mooncake.versions import Versions
 
 MAX_MESSAGE_BYTES = 384 * 1024
-"""Bytes of a message or answer at most.
+"""The most bytes of a message or answer.
 
-It fits into the socket buffer that Linux grants by default; 4,096 keys take 72 KiB.
+A message of this size fits into the socket buffer that Linux grants by default. 4,096 keys take 72 KiB.
 """
 
 SPOKEN = Versions(1, 2)
@@ -40,7 +40,7 @@ Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
-    """First message of a worker. Answered by `Attached`, with the segment's descriptor, or `CallFailed`.
+    """The first message of a worker. Answered by `Attached`, with the segment's descriptor, or `CallFailed`.
 
     `serial` numbers the users of a process. A user that connects again under its old serial has stopped
     writing to the pages that it had reserved before.
@@ -55,12 +55,12 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """First message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
+    """The first message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
 
-    `fingerprint` and `layout` describe the client's blocks; None accepts those of the pool. A pool without a
-    layout takes that of a client that `may_format`: a client whose user has given the layout, or an engine,
-    not another client that has learned it from an earlier pool. Clients of version 1 do not name the versions
-    that they speak.
+    `fingerprint` and `layout` describe the client's blocks; None accepts the pool's. A pool without a layout
+    takes the layout of a client that `may_format`: an engine, or a client whose user has given the layout. A
+    client that has learned the layout from an earlier pool may not format. Clients of version 1 do not name
+    the versions that they speak.
     """
 
     call_id: int
@@ -76,10 +76,10 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservePages(msgspec.Struct, tag=True, frozen=True):
-    """Reserve a page for each key, and `num_private` ones without a key. Answered by `Reservation`.
+    """Reserve a page for each key, and `num_private` pages without a key. Answered by `Reservation`.
 
-    Blocks that are sealed already are in the reservation with their pages. The pages count to the share of
-    `tenant`; empty: to none.
+    Blocks that are sealed already are in the reservation with their pages. The pages count towards the share
+    of `tenant`; an empty name stands for no tenant.
     """
 
     call_id: int
@@ -89,17 +89,20 @@ class ReservePages(msgspec.Struct, tag=True, frozen=True):
 
 
 class AwaitSpace(msgspec.Struct, tag=True, frozen=True):
-    """Wait until the pool's space epoch exceeds `space_epoch`. Answered by `Done`."""
+    """Wait until a page has become free or evictable since `space_epoch`. Answered by `Done`.
+
+    `space_epoch`: that of the `CallFailed` that said that the pool is full.
+    """
 
     call_id: int
     space_epoch: int
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
-    """Declare layers `[layer_begin, layer_end)` of `pages` written.
+    """Declare that layers `[layer_begin, layer_end)` of `pages` are written.
 
-    `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. Ignored if the
-    reservation has been released meanwhile.
+    `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. The message is ignored if
+    the reservation has been released meanwhile.
     """
 
     reservation_id: int
@@ -110,9 +113,10 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 
 
 class SealBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Declare every page of this reservation written that was not sealed: seal them, then release it.
+    """Declare that all pages of this reservation are written: seal their blocks, and release the reservation.
 
-    `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. Answered by `Done`.
+    `checksums`: little-endian xxh3-64 of the pages whose blocks were not sealed before, page by page, within
+    a page layer by layer. Answered by `Done`.
     """
 
     call_id: int
@@ -123,7 +127,7 @@ class SealBlocks(msgspec.Struct, tag=True, frozen=True):
 class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
     """Describe the tokens of the reservation's keys from `first_block` on, as little-endian uint32 token ids.
 
-    Only sent if `Attached.wants_token_ids`. The tokens leave with the block's event and are not kept.
+    Only sent if `Attached.wants_token_ids`. The tokens are sent with the KV event of the block, and not kept.
     """
 
     reservation_id: int
@@ -174,10 +178,11 @@ class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
 class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
     """Fetch these blocks of the reservation, of which no layer has arrived, from another pool.
 
-    `sources`: the shards of a group that together hold these blocks, or one pool that does.
+    `sources`: the shards of a group that together hold these blocks, or the shard of one pool that does.
 
     Layers arrive in order, each for all blocks before the next layer. `LayersFetched` reports the progress.
-    Answered by `Fetched` when nothing more will arrive. Until then no other process may write these pages.
+    Answered by `Fetched` when nothing more will arrive. Until then no other process may write the blocks'
+    pages.
     """
 
     call_id: int
@@ -232,11 +237,10 @@ class Prefetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class PinBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Pin these blocks for `ttl_s` seconds: `hard` pins hold always, soft ones as long as other blocks can be
-    evicted.
+    """Pin these blocks for `ttl_s` seconds. Answered by `Count`: the number of pinned blocks.
 
-    Answered by `Count`: the number of pinned blocks. Pins outlive the connection. A block
-    has one pin. A new pin replaces it, except that a soft pin replaces no hard one.
+    `hard` pins keep their blocks always, soft pins as long as other blocks can be evicted. Pins outlive the
+    connection. A block has one pin. A new pin replaces it, except that a soft pin replaces no hard one.
     """
 
     call_id: int
@@ -286,7 +290,7 @@ class VerifyBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Send layers `[layer_begin, layer_end)` of these blocks, over TCP only. Answered by `GotBlocks`."""
+    """Ask for layers `[layer_begin, layer_end)` of these blocks, over TCP only. Answered by `GotBlocks`."""
 
     call_id: int
     keys: list[BlockKey]
@@ -308,7 +312,7 @@ class PutBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Ask for counters. Answered by `Stats`. `check_integrity` looks at every page."""
+    """Ask for counters. Answered by `Stats`. `check_integrity`: check every page before."""
 
     call_id: int
     check_integrity: bool

@@ -2,7 +2,7 @@
 
     bytes of the message u32 | bytes of the payload u64 (little-endian), the message (msgpack), the payload
 
-Until the other side has proved that it knows the cluster's key its messages are short, and have no payload.
+The messages of a peer that has not yet proved that it knows the cluster's key are short, and have no payload.
 
 Owns: framing and its limits. Does not know: sockets.
 """
@@ -16,17 +16,18 @@ from messenger.wire.checksums import CHECKSUM_BYTES
 from mooncake.errors import PoolError
 
 MAX_GREETING_BYTES = 4096
-"""Bytes of a message from an unauthenticated peer at most."""
+"""The most bytes of a message from an unauthenticated peer."""
 LONGEST_WAIT_S = 3600.0
-"""Seconds for which a call may ask to wait at most."""
+"""The most seconds for which a call may ask to wait."""
 MAX_KEYS = 4096
-"""Keys of one message at most."""
+"""The most keys of one message."""
 SMALL_BYTES = 64 * 1024
-"""Bytes up to which a block is received together with the following bytes, and copied."""
+"""Size of the largest block that is received together with the bytes behind it, and copied."""
 
 _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
-"""Bytes received together with a header: enough for small messages, and little to copy of a large payload."""
+"""The most bytes that are received behind a header at once: enough for small messages, and little to copy of a
+large payload."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -82,8 +83,8 @@ class FrameBuffer:
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Return the memory to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when
-        they are held."""
+        """Return the memory for the missing ones of `num_bytes` bytes, and for `ahead_bytes` more; None if no
+        byte is missing."""
         missing = num_bytes - (self._end - self._begin)
         if missing <= 0:
             return None

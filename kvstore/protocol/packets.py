@@ -1,7 +1,7 @@
 """The Unix socket between a messenger and a worker or client: whole messages, and a descriptor beside the
-first. `PacketConnection` is an asyncio end of it, `ServerConnection` the messenger's.
+first. `PacketConnection` is an asyncio end of the socket, `ServerConnection` the messenger's end.
 
-Owns: packets. Does not know: their messages.
+Owns: packets. Does not know: what their messages mean.
 """
 
 import array
@@ -30,7 +30,7 @@ FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 """Bytes for the ancillary data of one descriptor."""
 _PEERCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MOST_MESSAGES_AT_ONCE = 16
-"""Messages of one connection that are handled before other connections are."""
+"""The most messages of one connection that are handled before other connections."""
 _TRIES = 16
 """Attempts to receive the next call before sleeping, about a microsecond each."""
 _Ancillary = tuple[int, int, Any]
@@ -39,11 +39,10 @@ Incoming = TypeVar("Incoming")
 
 
 class PacketConnection(Generic[Incoming]):
-    """One end of the socket, an asyncio protocol.
+    """One end of the socket, for use under asyncio.
 
-    Each message is handled as soon as it arrives, without a task in between.
-
-    `on_message` may raise PoolError, which ends the connection.
+    Each message is handled as soon as it arrives, without a task in between. `on_message` may raise
+    PoolError, which ends the connection.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class PacketConnection(Generic[Incoming]):
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Send a message without waiting.
 
-        Raises PoolError if it is too large; a message after the end is dropped.
+        Raises PoolError if the message is too large. After the connection's end it is dropped.
         """
         packet = encode(message)
         if not self.ended.done():
@@ -145,9 +144,9 @@ class PacketConnection(Generic[Incoming]):
 class ServerConnection(PacketConnection[Incoming]):
     """The messenger's end of the socket. The other side is told why its connection is ended.
 
-    After two messages in a row the socket is polled for some microseconds, as the peer probably sends its
-    next call by then, and waking up would take longer. A peer that does not read its answers is not read from
-    either.
+    After two messages in a row from one peer its socket is polled for some microseconds: the peer probably
+    sends its next call by then, and waking up would take longer. While a peer does not read its answers, its
+    messages are not read either.
     """
 
     _spoke_last: "ClassVar[ServerConnection[Any] | None]" = None
@@ -159,7 +158,7 @@ class ServerConnection(PacketConnection[Incoming]):
         return int(_PEERCRED.unpack(credentials)[0])
 
     def peer_is_gone(self) -> bool:
-        """Return whether the other side has closed, even if that has not been received yet."""
+        """Return whether the other side has closed the connection, even if that has not been handled yet."""
         if self.ended.done():
             return True
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""A session: handles all calls of one worker or client to an instance's pool part.
+"""The session of one worker or client: it handles all of the user's calls to an instance's pool part.
 
 It ends when the connection does, and with it every reservation, lease, send and grant of that user. Calls
 that wait (for space, for a transfer, for a disk) are tasks of the session; all others are answered at once
@@ -71,17 +71,17 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 log = logging.getLogger(__name__)
 
 _LONGEST_TTL_S = 30 * 24 * 3600.0
-"""Seconds to live of a lease or pin at most."""
+"""The longest time to live of a lease or pin, in seconds."""
 _MOST_LISTED = 1000
-"""Blocks in one answer to `ListBlocks` at most."""
+"""The most blocks in one answer to `ListBlocks`."""
 _MOST_WAITING = 4096
-"""Calls of one user that may wait at the same time."""
+"""The most calls of one user that may wait at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class User:
     """A worker or client. `writer`: the process that writes the pages that the user reserves; None if the
-    messenger does."""
+    messenger writes them."""
 
     owner: int
     name: str
@@ -236,7 +236,7 @@ class ClientSession:
     async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> PageReservation:
         """Reserve as `Pool.reserve` does, after promoting blocks of the prefix that only SSD has.
 
-        A PoolFullError is raised when this request holds no page any more.
+        If it raises PoolFullError, this request holds no page any more.
         """
         if not self.store.is_on_ssd_only(keys):
             return self._reserve(keys, num_private, tenant)

@@ -1,9 +1,9 @@
 """The device tier: blocks in the prefix cache of the instance's engine, as its worker reports them.
 
-Only the engine can use them. The messenger tells the followers of its KV events, so that these count them
-where the prompt is computed.
+Only the engine can use these blocks. The messenger reports them in its KV events, so that the Conductor
+counts them for prompts that this instance computes.
 
-Owns: the keys of these blocks. Does not know: their contents, how the worker learns of them.
+Owns: the keys of these blocks. Does not know: the blocks' contents, how the worker learns of them.
 """
 
 from collections.abc import Sequence

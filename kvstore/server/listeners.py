@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 _BACKLOG = 128
 """Connections that may wait to be accepted."""
 _ACCEPT_RETRY_S = 0.5
-"""Seconds after a failure to accept, mostly for lack of descriptors, before the next attempt."""
+"""Seconds between a failure to accept, mostly for lack of descriptors, and the next attempt."""
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """Return the next connection, after a turn of the event loop since the one before, so that many at once
-    do not delay other tasks.
+    """Return the next connection.
 
-    Without descriptors for it, clients wait until some are free again.
+    Other tasks have a turn of the event loop first, so that many connections at once do not delay them. If
+    the process has no descriptor for a connection, clients wait until one is free again.
     """
     while True:
         await asyncio.sleep(0)  # one that waits already is accepted without a turn of the loop
@@ -65,7 +65,7 @@ def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str, kind: socket.SocketKind) -> None:
-    """Remove the socket file of a process that no longer listens."""
+    """Remove the socket file of a process that no longer listens. Raises ConfigError if one listens there."""
     with socket.socket(socket.AF_UNIX, kind) as probe:
         error_code = probe.connect_ex(path)
     if error_code == 0:
@@ -98,7 +98,8 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def listen_clients(address: str) -> Iterator[socket.socket]:
-    """Make a context with a socket for clients on other hosts, at `address` (host:port)."""
+    """Make a context with a socket for clients on other hosts, at `address` (host:port). Raises
+    ConfigError."""
     try:
         with listen_tcp(*host_and_port(address)) as listener:
             yield listener

@@ -86,7 +86,7 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
 
 
 def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
-    """Return the numbers by the transports' names in messages."""
+    """Return the numbers under the names that messages have for the transports."""
     return {transport.value: count for transport, count in num_bytes.items()}
 
 
@@ -102,7 +102,7 @@ def _peer_stats(peer: OutgoingSession, moved: PeerTraffic) -> PeerStats:
 
 
 def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
-    """Return the entries of transports that have been used: between two messengers mostly one."""
+    """Return the entries of transports that have been used: between two messengers mostly one transport."""
     return {transport.value: amount for transport, amount in amounts.items() if amount}
 
 
@@ -140,10 +140,10 @@ def _info(tier: Tier, allocator: PageAllocator, page: int) -> BlockInfo:
 
 
 async def verify_block(store: Store, key: BlockKey) -> bool | None:
-    """Compare all copies of a block with their checksums, and drop damaged ones. Does not count as a use.
+    """Compare all copies of a block with their checksums, and drop damaged copies.
 
-    Returns whether all are intact; None if a copy cannot be read now and the others are intact, or if there
-    is no copy.
+    This does not count as a use of the block. Returns whether all copies are intact; None if a copy cannot be
+    read now and the others are intact, or if there is no copy.
     """
     results = [*await _verify_in_dram(store, key), *await _verify_on_ssd(store, key)]
     if False in results:
@@ -170,5 +170,6 @@ async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
 
 
 async def _verify_on_ssd(store: Store, key: BlockKey) -> list[bool | None]:
-    """Verify the copy on each disk that has one; None for those that cannot be read now."""
+    """Verify the copy on each disk that has one. Returns the results: None for a copy that cannot be read
+    now."""
     return await store.ssd.verify(key) if store.ssd is not None else []

@@ -48,13 +48,14 @@ log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(ToPool)
 _FLUSH_S = 2.0
-"""Seconds for which blocks are written to SSD at the end. The supervisor kills a messenger after 5 s."""
+"""Seconds for which blocks are written to SSD before the process ends. The supervisor kills a messenger after
+5 s."""
 _REPLAYED_BATCHES = 1000
 """Batches of KV events that are kept for replays: some 10 s under full load."""
 
 
 class Service:
-    """The service for a worker, clients and other messengers, which connects them to the store."""
+    """The service that connects a worker, clients and other messengers to the store."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class Service:
         return self._told(internal.endpoint), self._told(internal.request_endpoint)
 
     def _told(self, bound: str) -> str:
-        """Return an endpoint of KV events in the form for the Conductor, with the host by which others reach
-        it."""
+        """Return an endpoint of KV events in the form for the Conductor, with the name by which other hosts
+        reach this one."""
         if not bound.startswith("tcp://"):
             return bound
         return advertised(f"tcp://{bracketed(self._config.settings.hosts[0])}:*", bound)
@@ -183,8 +184,8 @@ class Service:
         """Open a client's session. Returns the answer to the client's first message, and the session.
 
         The session's answers go to `send`. `writer` is None for a client that writes no page itself. Raises
-        MismatchError, or PoolError if there is no common version, or the pool has no layout yet and another
-        must give it one.
+        MismatchError, or PoolError if there is no common version, or if the pool has no layout yet and this
+        client may not give it one.
         """
         theirs = Versions(connect.oldest_version, connect.newest_version)
         version = SPOKEN.common(theirs)
@@ -229,9 +230,10 @@ class Service:
         return answer, self._open_session(store, name, writer, connection.send)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """Return the store if it fits the user's fingerprint and layout. Without a store, one is formatted.
+        """Return the store if it fits the user's fingerprint and layout. Without a store, one is made with
+        them.
 
-        Raises MismatchError, or PoolError if there is no pool yet and the user names no layout.
+        Raises MismatchError, or PoolError if there is no store yet and the user names no layout.
         """
         if self.store is None:
             if fingerprint is None or layout is None:
@@ -314,7 +316,8 @@ def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:
 
 
 def _reached_at(settings: MessengerConfig, listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
-    """Return the addresses that other messengers get, as one listener may be for all hosts."""
+    """Return the address of each of `settings.hosts` for other messengers. One listener may serve all of
+    them."""
     ports = [listener.getsockname()[1] for listener in listeners]
     return list(zip(settings.hosts, ports if len(ports) > 1 else ports * len(settings.hosts), strict=True))
 

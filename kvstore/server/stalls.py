@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 30.0
 """Seconds that a transfer of any size may take."""
 _LEAST_BYTES_PER_S = 4 << 20
-"""Bytes a second of a transfer at least: it may take `_GRACE_S` plus its time at this speed."""
+"""Bytes a second of the slowest transfer: a transfer may take `_GRACE_S` plus its time at this speed."""
 _IDLE_S = 120.0
 """Seconds for which pages stay reserved for a silent client."""
 _WATCH_S = 5.0
@@ -20,7 +20,7 @@ _WATCH_S = 5.0
 
 
 class StallWatch:
-    """The watch over one connection, of which a transfer only sets the deadline.
+    """The watch over one connection. A transfer sets `receive_due_s` or `send_due_s`, and None at its end.
 
     Args:
         on_stall: Ends the connection.

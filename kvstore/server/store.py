@@ -42,7 +42,7 @@ _TICK_S = 1.0
 _WATCH_AGAIN_S = 60.0
 """Seconds before another attempt to watch a process that cannot be watched now."""
 _CHECK_INTERVAL_S = 30.0
-"""Seconds between two checks of all pages at least."""
+"""The least number of seconds between two checks of all pages."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Store:
         return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
 
     def remove(self, keys: Sequence[BlockKey] | None) -> int:
-        """Remove these blocks, or all (None), from every tier. Returns the number of removed copies."""
+        """Remove these blocks, or all (None), from every tier. Returns the number of removed blocks."""
         if keys is not None:
             return sum(self.mover.remove(key) for key in keys)
         everything = {*self.pool.allocator.index, *(self.ssd.keys() if self.ssd is not None else ())}
@@ -98,7 +98,7 @@ class Store:
         return num_removed
 
     def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Remove the `keys` that are neither in use nor pinned from every tier."""
+        """Remove from every tier the blocks of `keys` that are neither in use nor pinned."""
         for key in keys:
             page = self.pool.find(key)
             if page is None or (self.pool.allocator.is_idle(page) and key not in self.pool.pins):
@@ -121,8 +121,8 @@ class Store:
     # -- upkeep -----------------------------------------------------------------------------------
 
     async def tend(self, tasks: asyncio.TaskGroup) -> None:
-        """Expire leases and pins, free pages of former writers, and check all pages when idle, as background
-        tasks."""
+        """Until cancelled, expire leases and pins, free pages of former writers, and check all pages when the
+        pool is idle."""
         for writer in self.pool.former_writers:
             tasks.create_task(self._await_end(writer))
         seen = checked = self.pool.num_changes
@@ -172,8 +172,8 @@ class Store:
     async def _await_end(self, writer: PageWriter) -> None:
         """Free the pages that a former life of the messenger gave to `writer`, once it cannot write any more.
 
-        A writer's process must have ended; of a copier, only its copy. Pages of a process that cannot be
-        watched stay quarantined until the process attaches again.
+        An ordinary writer can write until its process ends, a copier until its copy ends. Pages of a process
+        that cannot be watched stay quarantined until the process connects again.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         if writer.is_copier and self.copy_table is not None:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _GONE = (FREE, QUARANTINED)
 """The states of slots whose block cannot be found."""
 _USES = 1 << 62
-"""The bound of use counts read from a slab, as counting goes on from them."""
+"""The bound of the last use that is read from a slab, which may be damaged: counting goes on from it."""
 _FIRST_PAUSE_S = 1.0
 """Seconds for which a disk is suspended after its first failure."""
 _LONGEST_PAUSE_S = 60.0
@@ -35,7 +35,11 @@ class Suspended(Exception):
 
 
 class Disk:
-    """One disk's slab, with its slots, threads and health."""
+    """One disk's slab, with its slots, threads and health.
+
+    The blocks of a slab that existed before are adopted by the constructor, as `PageAllocator` does with a
+    copy of the slab's table.
+    """
 
     def __init__(
         self,
@@ -65,9 +69,7 @@ class Disk:
     async def run(self, work: Callable[[], None]) -> None:
         """Run blocking work on the slab. Work that exceeds the deadline suspends the disk.
 
-        Not to be cancelled.
-
-        Raises OSError, or Suspended if nothing was done.
+        Not to be cancelled. Raises OSError, or Suspended if nothing was done.
         """
         await self._take_thread()
         loop = asyncio.get_running_loop()
@@ -94,7 +96,8 @@ class Disk:
             self._give_back_thread()
 
     async def _take_thread(self) -> None:
-        """Wait for a thread. This wait does not count against the deadline, as many may wait."""
+        """Wait for a thread. This wait does not count against the deadline of the work, as other work causes
+        it."""
         if self._num_idle_threads:
             self._num_idle_threads -= 1
         else:
@@ -159,7 +162,7 @@ class Disk:
         position: int,
         num_uses: int,
     ) -> None:
-        """Write a block and its record to the disk. Raises as `run`."""
+        """Write a block and its record to the disk. Raises what `run` raises."""
         self._last_use += 1
         record = Record(key, checksums, self._last_use, position, num_uses)
         await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))

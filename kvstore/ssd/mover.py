@@ -2,7 +2,7 @@
 
 Below the low watermark the mover frees pages up to the high one, coldest first. A block that SSD holds is
 evicted at once, and so are all blocks if there is no SSD; other blocks are demoted, that is written to SSD
-first. A request that needs blocks from SSD waits for their promotion only.
+first. A request that needs blocks from SSD waits only for their promotion, and for pages.
 
 Owns: demotions and promotions in flight, removal from all tiers. Does not know: requests, disks.
 """
@@ -26,12 +26,13 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
-"""Seconds after a block that no disk took before the next attempt."""
+"""Seconds between a demotion that no disk took and the next attempt."""
 
 
 @dataclass(slots=True, eq=False)
 class _Promotion:
-    """A promotion in flight. Its page is released when the block has arrived and no request waits for it."""
+    """A promotion in flight. Its page is released when the load has ended and no request waits for the
+    block."""
 
     reservation: PageReservation
     task: asyncio.Task[None] = field(init=False)
@@ -42,7 +43,7 @@ class _Promotion:
 
 @dataclass(slots=True)
 class _Claims:
-    """Pages that a request keeps in DRAM until it has all of its blocks."""
+    """The pages and promotions that `keep_promoted` claims for a request."""
 
     pages: list[int] = field(default_factory=list)
     promotions: list[_Promotion] = field(default_factory=list)
@@ -53,7 +54,10 @@ class _Claims:
 
 
 class Mover:
-    """The mover of one pool and its SSD tier, if there is one. `space` is set whenever room changes."""
+    """The mover of one pool and its SSD tier, if there is one.
+
+    `space` is set by others whenever a page becomes free or idle.
+    """
 
     def __init__(
         self,
@@ -82,8 +86,8 @@ class Mover:
         self._promotions: dict[BlockKey, _Promotion] = {}
         self._wake = asyncio.Event()
         self._line = asyncio.Lock()
-        """Lock under which a request collects pages until it has enough. Two at a time would wait for each
-        other."""
+        """Lock under which a request collects pages until it has enough: two requests at a time would wait
+        for each other."""
         self.num_promotions = 0
 
     def wake(self) -> None:
@@ -126,9 +130,9 @@ class Mover:
             )
 
     async def flush(self, timeout_s: float) -> None:
-        """Write the blocks that only DRAM has to SSD, latest use first, for at most `timeout_s` seconds.
+        """Write to SSD the blocks that only DRAM has, latest use first, for at most `timeout_s` seconds.
 
-        For the process's end.
+        Called before the process ends.
         """
         if self._ssd is None:
             return
@@ -207,8 +211,8 @@ class Mover:
         self.wake()
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block from every tier, and stop its demotion or promotion. Returns whether it was
-        there."""
+        """Remove a block from every tier, and stop its demotion or promotion. Returns whether a tier had
+        it."""
         if (promotion := self._promotions.pop(key, None)) is not None:
             promotion.is_current = False
         was_in_dram = self._pool.remove(key)
@@ -219,12 +223,10 @@ class Mover:
 
     @contextlib.asynccontextmanager
     async def keep_promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
-        """Make a context in which the `keys` that any tier has are in DRAM and stay there.
+        """Make a context in which the blocks of `keys` that any tier has are in DRAM and stay there.
 
-        Only as many are promoted as there are pages and time for.
-
-        `patiently`: wait also for pages that other requests use. Else only for pages that become free without
-        their release.
+        Only as many blocks are promoted as there are pages and time for. `patiently`: wait also until other
+        requests release pages; otherwise only for pages that become free without a release.
         """
         claims = _Claims()
         try:
@@ -245,7 +247,7 @@ class Mover:
                 self._release_if_unclaimed(promotion)
 
     def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
-        """Return whether all of `keys` that any tier has are in DRAM."""
+        """Return whether DRAM has all blocks of `keys` that any tier has."""
         ssd = self._ssd
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 
@@ -263,7 +265,8 @@ class Mover:
             self._pool.unhold(page, used=False)
 
     async def _claim(self, keys: Iterable[BlockKey], claims: _Claims, patiently: bool) -> None:
-        """Hold the blocks that are in DRAM, and begin to promote the others."""
+        """Hold the blocks that are in DRAM, and begin to promote the others, waiting for pages as
+        `keep_promoted` says."""
         assert self._ssd is not None
         # What is there comes first: else it might have to go to make room for the others.
         for key in sorted(dict.fromkeys(keys), key=lambda key: self._pool.find(key) is None):
@@ -284,8 +287,8 @@ class Mover:
                 claims.pages.append(page)
 
     def _begin(self, key: BlockKey) -> _Promotion | None:
-        """Begin to promote a block that SSD holds, and return the promotion; None without a page or a
-        copy."""
+        """Begin to promote a block that SSD holds, and return the promotion; None if there is no page for
+        it."""
         assert self._ssd is not None
         try:
             reservation = self._pool.begin_promotion(key, self._ssd.position(key))

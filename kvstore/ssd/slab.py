@@ -1,14 +1,14 @@
 """A slab: one preallocated file that holds blocks in slots, a part of the pool's SSD tier.
 
-It has the format of a segment (see segment) under its own magic. Header and slot table are mapped, so writes
-to them outlive a process that is killed at any moment. The slots are not mapped: blocks go to and from the
-disk by O_DIRECT, past the page cache, where they would only evict other data.
+A slab has the format of a segment (`kvstore.pool.segment`) under its own magic. Header and slot table are
+mapped, so writes to them outlive a process that is killed at any moment. The slots are not mapped: blocks go
+to and from the disk by O_DIRECT, past the page cache, where they would only evict other data.
 
 Beside `<name>.slab` lies `<name>.slab.lock`, which is never removed. The process that holds its flock owns
 the slab. A slab is created as `<name>.slab.new` and gets its name once it is complete on the disk.
 
-The disk may lose power between a record and its data: see `PageTable.is_intact`, and compare the checksums of
-blocks that are read. After kill -9 this is not needed.
+The disk may lose power between a record and its data. So `SsdTier.load` always verifies the record
+(`PageTable.is_intact`) and the checksums of a block that it reads, although this is not needed after kill -9.
 
 An existing slab keeps its size: another size would mean another table, and the loss of its blocks. Slots are
 not written when a slab is created. So their first write is slower by about half (the file system records that
@@ -73,7 +73,7 @@ class Slab:
     """An open, locked slab. `slot_bytes` is the size of a slot: that of a block, rounded up to a multiple of
     4096.
 
-    `table` has a page for each slot. The caller adopts the table of a file that existed before.
+    `table` has a page for each slot. `Disk` adopts a copy of it, in the constructor of `PageAllocator`.
     """
 
     def __init__(self, path: Path, header: SegmentHeader, table: PageTable, fd: int, lock_fd: int) -> None:
@@ -126,7 +126,7 @@ class Slab:
     def store(
         self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Write a block and then its record, if it `is_wanted` still.
+        """Write a block, and then its record if the block `is_wanted` still.
 
         The slot's former block cannot be found meanwhile. `erase` removes the record again.
         """
@@ -183,7 +183,10 @@ def _lock(path: Path) -> int:
 
 
 def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
-    """Return the header of the file at `path`; None if there is no file, or none with a readable slot."""
+    """Return the header of the file at `path`; None if there is no file, or a damaged one.
+
+    Raises MismatchError for a file of another format, model or layout.
+    """
     if not path.exists():
         return None
     with _descriptor(path, os.O_RDONLY) as fd:
@@ -236,9 +239,10 @@ def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
 
 
 def _check_space(directory: Path, size_bytes: int) -> None:
-    """Check that the directory has space, as the file system would take all space from other processes first.
+    """Check that the directory has space. Raises OSError.
 
-    Raises OSError.
+    Without this check the file system would first give all of its space to the slab, and other processes
+    would have none.
     """
     disk = os.statvfs(directory)
     available_bytes = disk.f_bavail * disk.f_frsize

@@ -1,7 +1,7 @@
 """The SSD tier: blocks in one slab file on each disk, below DRAM.
 
-A slot is written before its record says so, and a block that is read is verified before it is used. So no
-half-written block is ever found. A disk that does not work is suspended, and the pool goes on without it:
+A block is written to its slot before its record, and a block that is read is verified before it is used. So
+no half-written block is ever used. A disk that does not work is suspended, and the pool goes on without it:
 requests never fail because of a disk.
 
 Owns: which disk has which block, writes and reads in flight. Does not know: pages of DRAM, who asks.
@@ -100,9 +100,7 @@ class SsdTier:
     async def store(
         self, key: BlockKey, page: memoryview, checksums: bytes, position: int, num_uses: int
     ) -> bool:
-        """Write the sealed block in `page` (a whole page stride).
-
-        Returns whether the tier holds the block now.
+        """Write the sealed block in `page` (a whole page stride). Returns whether the tier holds it now.
 
         The page must not change before the call returns.
         """
@@ -135,9 +133,7 @@ class SsdTier:
             disk.give_back(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
-        """Read a block into `page` (a whole page stride).
-
-        Returns its record; None if no disk has the block intact.
+        """Read a block into `page` (a whole page stride). Returns its record; None if no disk has it intact.
 
         Not to be cancelled, as a thread writes to the page until the call returns.
         """
@@ -177,7 +173,7 @@ class SsdTier:
     async def verify(self, key: BlockKey) -> list[bool | None]:
         """Compare each copy of a block with its checksums. A damaged copy is dropped.
 
-        Does not count as a use.
+        The reads do not count as uses of the block.
 
         Returns:
             For each disk that has the block: whether the copy is intact; None if it cannot be read now.
@@ -255,8 +251,8 @@ class SsdTier:
             disk.drop(slot)
 
     def _num_copies(self, key: BlockKey) -> int:
-        """Return the number of copies of a block: more than one if it came again while its disk was
-        suspended."""
+        """Return the number of disks that have a block: more than one if the block was stored again while
+        its disk was suspended."""
         return sum(key in disk.allocator.index for disk in self.disks)
 
     def _removed(self, key: BlockKey) -> None:

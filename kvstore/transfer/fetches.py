@@ -32,13 +32,13 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
-"""Requests in flight at most: one is answered while the next ones travel."""
+"""The most requests in flight: one is answered while the next ones travel."""
 _SEVERAL_LAYERS_BYTES = 512 << 10
-"""Bytes of a request for several layers at most, so that the first layers arrive soon."""
+"""The most bytes of a request for several layers, so that the first layers arrive soon."""
 _SETTLING_S = 0.1
 """Seconds in which a stopped fetch may end its writes. Afterwards the blocks get other pages."""
 _FEWEST_STEPS = 4
-"""Steps at least in which the layers of few blocks are fetched, if there are as many layers."""
+"""The fewest steps in which a few blocks are fetched, unless there are fewer layers."""
 _SIGN_OF_LIFE_S = 0.2
 """Seconds between two checks whether bytes arrive, while a request is being answered."""
 
@@ -78,7 +78,7 @@ class BlockFetch:
         self._blocks = [_block_at(reservation, index) for index in indices]
         self._on_layers = on_layers
         self._num_wanted = len(self._blocks)
-        """Number of blocks before the first one that the source lacks."""
+        """Number of blocks before the first one that a source is known to lack."""
         self._pages = {block.page for block in self._blocks}
         """Pages of the blocks that have not been given up. No request for another block is in flight."""
         if len(self._pages) < len(indices):
@@ -190,11 +190,9 @@ class BlockFetch:
     async def _ask(
         self, peer: OutgoingSession, overlap: Overlap, request: _Request, urgency: Urgency
     ) -> list[bytes]:
-        """Request a peer's share of the blocks.
+        """Request from a peer its layers and heads of the blocks. Raises TransferError.
 
         Returns the checksums of the leading blocks that have arrived.
-
-        Raises TransferError.
         """
         blocks = self._blocks[request.first : request.end]
         keys = [block.key for block in blocks if block.key is not None]
@@ -211,7 +209,8 @@ class BlockFetch:
     async def _take(self, peers: Sequence[OutgoingSession], in_flight: _InFlight) -> None:
         """Record the answers to the oldest request, and call `on_layers`.
 
-        A block is given up only when nothing is in flight to its page any more.
+        If a block turns out to be missing, the answers to all other requests are recorded first: a block is
+        given up only when nothing is in flight to its page any more.
         """
         num_wanted = self._num_wanted
         await self._take_first(peers, in_flight)

@@ -1,14 +1,14 @@
 """Grants: pages of a reservation that other messengers may write to.
 
-The receiving half of a transfer. Every remote write names grant, page and generation, and is refused before a
-byte is placed unless all of them are current and its layers have not arrived yet: a sealed page is never
-written. A writer over shared memory checks only that the grant is open. It is trusted with the rest, such as
-not writing a page that has been sealed while the grant is open for other pages. Its report of the write is
-checked like any write. A grant may have several writers, each with other layers, heads or blocks. The loss of
-any of them before the grant is complete fails the grant.
+This module is the receiving half of a transfer. Every remote write names grant, page and generation, and is
+refused before a byte is placed unless all three are current and the write's layers have not arrived yet: a
+sealed page is never written. A writer over shared memory checks only that the grant is open. It is trusted
+with the rest, such as not writing a page that has been sealed while the grant is open for other pages. Its
+report of the write is checked like any write. A grant may have several writers, each with other layers, heads
+or blocks. The loss of any of them before the grant is complete fails the grant.
 
-A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of it is
-there. Each part is verified by its own checksum; the layer's is computed over memory then.
+A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of its parts
+have. Each part is verified by its own checksum; the layer's checksum is then computed from the page.
 
 Owns: open grants. Does not know: sockets.
 """
@@ -35,7 +35,7 @@ from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
 log = logging.getLogger(__name__)
 
 _NUM_COMPLETED = 1024
-"""Completed grants that are remembered."""
+"""The number of completed grants that are remembered: the latest ones."""
 _NUM_TRIES = 8
 """Attempts to find a free entry of the copy table."""
 
@@ -61,9 +61,10 @@ class Grants:
     def __init__(
         self, pool: Pool, segment: Segment, address: MessengerAddress, copy_table: CopyTable | None
     ) -> None:
-        """Begin without grants.
+        """Make an object without grants.
 
-        `copy_table` shows peers on this host to which grants they may write; None if they cannot.
+        `copy_table` shows peers on this host to which grants they may write; None if they cannot write
+        themselves.
         """
         self._pool = pool
         self._segment = segment
@@ -82,7 +83,8 @@ class Grants:
     def grant(self, reservation: PageReservation) -> Grant:
         """Open the incomplete blocks of `reservation` to remote writes.
 
-        Raises PoolError if that was done before.
+        Raises PoolError if the reservation has a grant already, or if the worker has begun to write one of
+        these blocks.
         """
         if reservation.reservation_id in self._by_reservation:
             raise PoolError(f"reservation {reservation.reservation_id} has a grant already")
@@ -193,8 +195,8 @@ class Grants:
         return view
 
     def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
-        """Drop the block and fail the grant of a write whose place holds other bytes, and return the
-        refusal."""
+        """Drop the block and fail the grant, as a write's place holds other bytes. Returns the refusal of the
+        write."""
         self._pool.drop(page)
         reason = f"{what} are there already, and differ"
         self._fail(grant, reason)
@@ -271,8 +273,8 @@ class Grants:
     def _new_id(self) -> int:
         """Return a random id for a grant, opened to writers of this host if the copy table has a free entry.
 
-        Without an entry writers of this host leave the copying to this messenger, as writers without a slot.
-        Ids are random, so that ids of an earlier life of this messenger are unknown.
+        Without an entry, writers of this host leave the copying to this messenger, like writers without a
+        copy slot. Ids are random, so that ids of an earlier life of this messenger are unknown.
         """
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)

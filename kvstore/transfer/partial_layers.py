@@ -64,7 +64,8 @@ class PartialLayers:
         return True
 
     def abandon(self, page: int, layer: int, heads: range) -> bool:
-        """Stop receiving these heads. Returns whether no head of the layer is left."""
+        """Stop receiving these heads. Returns whether the layer is forgotten: no other head of it has arrived
+        or is being received."""
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
         if known.arrived or known.receiving:

@@ -1,11 +1,11 @@
 """Sends: a reservation's blocks are sent to a grant, each layer as soon as it is committed.
 
 The sending half of a transfer (Mooncake, section 3, step 3: streamed layer by layer, overlapped with
-the prefill). A page that is being sent is held until its frame is acknowledged or its connection gone.
+the prefill). A page that is being sent is held until its frame is acknowledged or its connection is gone.
 
-The layers and heads that this pool and the receiver both have are sent: a sender of a group sends its part of
-the blocks, a receiver of a group gets its part. The layers' own checksums go with them. If only some of this
-pool's heads are sent, the layer is verified, and a checksum of the sent heads goes instead.
+The layers and heads that this pool and the receiver both have are sent: each sender of a group sends its part
+of the blocks, each receiver of a group gets its part. The layers' own checksums go with the layers. If only
+some of this pool's heads are sent, the layer is verified first, and a checksum of these heads goes instead.
 
 Owns: which layers of each reservation were sent. Does not know: connections.
 """
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Target:
-    """A local block and its remote page. `submitted` is a mask of layers."""
+    """A local block and its remote page. `submitted` is a mask of the layers that were handed to the
+    transfer, or are not to be sent."""
 
     block: Block
     page: GrantedPage
@@ -45,7 +46,7 @@ class _Target:
 class _Range:
     """Consecutive layers of one block in one frame.
 
-    `page` is the page that has them, even if the block gets another.
+    `page` is the local page that has these layers, even if the block gets another page meanwhile.
     """
 
     target: _Target
@@ -65,8 +66,10 @@ class Sends:
         """Each reservation's sends with their tasks, by reservation id."""
 
     def start(self, reservation: PageReservation, grant: Grant, ref_text: str) -> None:
-        """Start to send to `grant` and its `others`. Raises PoolError if the reservation is being sent
-        already."""
+        """Start to send a reservation to `grant` and to its `others`, the grants of the receiver's group.
+
+        Raises PoolError if the reservation is being sent already.
+        """
         if reservation.reservation_id in self._of:
             raise PoolError(f"reservation {reservation.reservation_id} is being sent already")
         sends = [
@@ -76,7 +79,7 @@ class Sends:
         self._of[reservation.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
 
     def wake(self, reservation_id: int) -> None:
-        """Send layers of a reservation that have been committed meanwhile."""
+        """Send the layers of a reservation that have been committed since the last call."""
         for send, _ in self._of.get(reservation_id, []):
             send.wake()
 
@@ -120,12 +123,12 @@ class Send:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unplaced = 0
-        """Number of layers of all blocks that are still to be submitted, and that are not in their pages yet,
-        once the receiver's shard is known."""
+        """Numbers of layers of all blocks that are still to be submitted, and that are not in their remote
+        pages yet. Both are 0 until the receiver's shard is known."""
         self._heads: range | None = None
         """Heads of the model that are sent; None if the receiver has the same as this pool."""
         self._layer_bytes = segment.layout.layer_bytes
-        """Bytes that are sent of a layer."""
+        """The bytes of a block's layer that are sent."""
         self._changed = asyncio.Event()
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -156,8 +159,8 @@ class Send:
             self.finish(None)
 
     def _plan(self, theirs: KVLayout) -> None:
-        """Plan the layers and heads for a receiver with the shard `theirs`; none if other senders have all of
-        them."""
+        """Plan the layers and heads to send to a receiver with the shard `theirs`: none if the shards have
+        nothing in common."""
         ours = self._segment.layout
         layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
         if not layers or not heads:
@@ -217,7 +220,8 @@ class Send:
         )
 
     def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
-        """Yield an entry for each layer, as other heads lie between the sent heads of two layers at one end.
+        """Yield an entry for each layer: in one of the two pools other heads lie between the sent heads of
+        two layers.
 
         Raises TransferError for a damaged page.
         """

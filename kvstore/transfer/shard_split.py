@@ -4,7 +4,7 @@ A group (the stages of a pipeline, the ranks of a tensor-parallel group) holds e
 one in each member's pool. A messenger that fetches a block from a group asks each member for the part of its
 own shard that the member has.
 
-Owns: that arithmetic. Does not know: connections, which blocks a member has.
+Owns: the arithmetic of the split. Does not know: connections, which blocks a member has.
 """
 
 from collections.abc import Iterator, Sequence

@@ -28,7 +28,7 @@ class _Answer:
 
 
 MOST_FETCHES = 64
-"""Fetches of one lane that are being answered or read at most."""
+"""The most fetches of one lane whose answers are awaited or being read."""
 
 
 class FetchAnswerer:
@@ -80,7 +80,7 @@ class FetchAnswerer:
         self._fetches.put_nowait(self._answer(fetch))
 
     def _count_read(self, fetch: Fetch) -> None:
-        """Count blocks that the sender has read in this side's segment, which it has mapped."""
+        """Count blocks that the sender has read by itself, in its mapping of this side's segment."""
         if not self._inlet.is_mapped:
             raise TransferError("blocks are said to be read where nobody can see them")
         layers, heads = self._check_fetch(fetch)

@@ -1,4 +1,4 @@
-"""The receiving side of one connection: checks, places, verifies and acknowledges writes.
+"""The receiving side of one connection, which checks, places, verifies and acknowledges writes.
 
 Owns: a connection after its handshake. Does not know: keys, reservations, pages (`WriteTarget`), fetches
 (`messenger.receiver.fetch_answerer`).
@@ -39,10 +39,10 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""Bytes of writes whose acknowledgements leave together at most, as the sender waits for them before it sends
+"""The most bytes of writes whose acknowledgements leave together: the sender waits for them before it sends
 more."""
 _MOST_ACKS = 16
-"""Writes placed by the sender itself whose acknowledgements leave together at most."""
+"""The most writes placed by the sender itself whose acknowledgements leave together."""
 _ACK = encode_frame(WriteAck())
 
 
@@ -68,16 +68,16 @@ class IncomingLane:
         self._exposures = exposures
         self._may_only_probe = layout is None
         self._most_bytes = max(MAX_FRAME_BYTES, served_pool.identity.layout.layer_bytes)
-        """Most bytes of one write."""
+        """The most bytes of one write."""
         self._parts = HeadRanges(served_pool.identity.layout, layout)
         self._session: IncomingSession
         self._replies = Replies(self._stream)
         self._acks: list[bytes] = []
         """Acknowledgements that leave together."""
         self._acknowledged_bytes = 0
-        """Bytes of the writes that these acknowledge."""
+        """Bytes of the writes that `_acks` acknowledge."""
         self._are_acks_urgent = False
-        """Whether the sender waits for one of them."""
+        """Whether the sender waits for one of `_acks`."""
         self._acks_due: asyncio.TimerHandle | None = None
         self._deadline = Deadline(served_pool.settings.ack_timeout_s, self._stream.shut_down)
         self._rest: Coroutine[None, None, None] | None = None

@@ -18,16 +18,16 @@ from mooncake.errors import TransferError
 log = logging.getLogger(__name__)
 
 MOST_TRANSFERS = 4096
-"""Open transfers of one session at most."""
+"""The most open transfers of one session."""
 _MOST_GIVEN_UP = 1024
-"""Given up transfers that are remembered at most, against late writes."""
+"""The most given up transfers that are remembered, against late writes."""
 
 
 class SessionLane(Protocol):
     """A connection of a session, as the session sees it."""
 
     ended: asyncio.Event
-    """The event that no more bytes of this lane will be placed."""
+    """The event that is set when no more bytes of this lane will be placed."""
     awaited: "SessionLane | None"
     """The lane whose end this one awaits; None without one."""
 
@@ -41,8 +41,8 @@ class SessionLane(Protocol):
         """Close the pages of this transfer that are open to the sender."""
 
     def conceal_in_time(self, transfer_id: int) -> None:
-        """Close the pages of this transfer that are open to the sender, once the sender has closed it, or
-        `ack_timeout_s` seconds have passed."""
+        """Close the pages of this transfer that are open to the sender, once the sender has closed the
+        transfer, or `ack_timeout_s` seconds have passed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,16 +90,14 @@ class IncomingSession:
     def close(self, transfer_id: int, reason: str | None) -> None:
         """Close a transfer that the sender has completed or given up, so that none of its bytes is in flight.
 
-        `reason`: why given up, or None.
+        `reason`: why it was given up; None if it is complete.
         """
         self.conceal(transfer_id)
         self._end(transfer_id, reason)
 
     def fail(self, transfer_id: int, reason: str) -> None:
-        """Fail a transfer, after which the caller tells the sender.
-
-        The sender closes the transfer when it has stopped writing.
-        """
+        """Fail a transfer. The caller then tells the sender, which closes the transfer when it has stopped
+        writing."""
         self._conceal_in_time(transfer_id)
         self._end(transfer_id, reason)
 

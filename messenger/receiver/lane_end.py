@@ -1,4 +1,4 @@
-"""The receiving end of a lane: what each transport needs there, and adds to the welcome.
+"""The receiving end of a lane: what each transport needs on this side, and adds to the welcome.
 
 Owns: the choice of a transport by a sender's introduction. Does not know: messages after the handshake.
 """
@@ -19,11 +19,11 @@ from mooncake.errors import TransferError
 
 
 class ReceivingEnd(NamedTuple):
-    """The receiving end of a lane, with the welcome by which the sender makes the other one."""
+    """The receiving end of a lane, with the welcome by which the sender makes the sending end."""
 
     inlet: Inlet
     exposures: Exposures
-    """Closed by the lane, or by the caller if no lane comes of it."""
+    """The exposures of the lane, closed by the lane, or by the caller if no lane comes of this end."""
     welcome: Welcome
     fd: int | None = None
     """The descriptor that is passed with the welcome."""
@@ -42,9 +42,10 @@ class ShmExposures(Exposures):
 
 
 async def receiving_end(served_pool: ServedPool, stream: Stream, introduction: Introduction) -> ReceivingEnd:
-    """Return the end of a lane over the transport that the sender has introduced.
+    """Return the end of a lane over the transport of the introduction: shared memory with `segment_bytes`,
+    RDMA with an `endpoint`, TCP with neither.
 
-    Raises OSError, and TransferError, of which the sender is told if it has asked for a missing device.
+    Raises OSError, and TransferError. The sender is told if there is no device for its queue pair.
     """
     if introduction.segment_bytes is not None:
         return _over_shm(served_pool, stream, introduction)

@@ -38,26 +38,24 @@ class HeadRanges:
 
 
 class PendingWrite:
-    """A write whose bytes are being received, ended by `complete` or `abandon`.
-
-    A later `abandon` does nothing.
-    """
+    """A write whose bytes are being received, until `complete` or `abandon`. A later `abandon` does
+    nothing."""
 
     def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
         self.write = write
         self.layer_bytes = layer_bytes
-        """Bytes of each layer that arrive."""
+        """The bytes that arrive of each layer."""
         self.entries: list[WriteEntry] = []
-        """Entries that are to be placed, each in its view."""
+        """Entries whose bytes are to be received, each into its view."""
         self.views: list[memoryview] = []
         self._target = target
         self._heads = heads
         self._begun: list[WriteEntry] = []
 
     def begin(self, *, is_on_wire: bool) -> None:
-        """Find the pages of the write. Bytes already in their pages are received and discarded.
+        """Find the pages of the write. Raises WriteRefused.
 
-        Raises WriteRefused.
+        Bytes that are already in their pages are received and discarded if they come over the wire.
         """
         for entry in self.write.entries:
             if entry.num_layers < 1:
@@ -73,7 +71,7 @@ class PendingWrite:
             self.views.append(view)
 
     def complete(self) -> bool:
-        """Return whether these were the last bytes of the grant. Raises WriteRefused."""
+        """Record that all entries are placed. Returns whether the grant is complete. Raises WriteRefused."""
         is_last = False
         while self._begun:
             is_last |= self._target.complete(self.write.grant_id, self._begun.pop(), self._heads)

@@ -26,7 +26,7 @@ from mooncake.security.waiting_peers import WaitingPeers
 log = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 256
-"""Unauthenticated connections at one port at most."""
+"""The most unauthenticated connections at one port."""
 _SILENT = "it said nothing in time"
 
 
@@ -76,8 +76,8 @@ class Sessions:
             stream.close()
 
     async def _welcome(self, frames: Frames, introduction: Introduction) -> IncomingLane:
-        """Admit a sender and give its lane the resources it needs. Raises TransferError, MismatchError,
-        OSError."""
+        """Admit a sender, and return its lane with the resources that the lane needs. Raises TransferError,
+        MismatchError, OSError."""
         stream, served_pool = frames.stream, self._served_pool
         await check_introduction(stream, served_pool.identity, introduction)
         inlet, exposures, welcome, fd = await receiving_end(served_pool, stream, introduction)

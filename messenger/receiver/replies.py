@@ -7,11 +7,11 @@ from messenger.transport.outbox import Outbox
 from messenger.transport.stream import Stream
 
 _MOST_WAITING = 1024
-"""Waiting messages of one connection at most."""
+"""The most waiting messages of one connection."""
 
 
 class Replies:
-    """The sender of replies over an accepted connection; nothing else may send over it."""
+    """The replies over an accepted connection. Nothing else may send over the connection."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -98,15 +98,15 @@ class ReadSource(Protocol):
     async def lease(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """Lease those of `keys` that the pool has. Returns them with the callback that ends the lease.
+        """Lease the blocks of `keys` that the pool has. Raises MooncakeError.
 
-        Raises MooncakeError.
+        Returns the blocks, and the callback that ends the lease.
         """
 
     def lease_now(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """Lease blocks as `lease` does, but at once; None if that would take a while. Raises
+        """Lease blocks as `lease` does, but at once. Returns None if that would take a while. Raises
         MooncakeError."""
 
     def count_read(self, keys: Sequence[bytes]) -> int:
@@ -162,4 +162,4 @@ class ServedPool:
     settings: MessengerConfig
     cards: Cards
     shared_segment: SharedSegment | None
-    """The segment for peers of this host; None if this side copies their writes over shared memory."""
+    """The segment for peers of this host; None if this side copies what such peers write."""

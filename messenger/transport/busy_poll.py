@@ -10,7 +10,7 @@ from collections.abc import Callable
 from selectors import EpollSelector, SelectorKey
 
 _MOST_SKIPPED = 64
-"""Sleeps in a row without a busy poll at most, after many polls without an event."""
+"""The most sleeps in a row without a busy poll, after many polls without an event."""
 _CROWDED_S = 1e-3
 """Seconds by which a busy poll must end late to show that other processes have had the processor."""
 _CROWDED_GROWTH = 4

@@ -29,16 +29,14 @@ class Exposures:
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
     ) -> list[ExposedPage]:
-        """Open pages for writes, and return their addresses and keys. Only where `opens_ranges`.
+        """Open pages for writes, and return their addresses and remote keys. Only where `opens_ranges`.
 
-        `on_closed` is called once, when they cannot be written any more.
-
-        Raises TransferError.
+        `on_closed` is called once, when the peer cannot write the pages any more. Raises TransferError.
         """
         raise NotImplementedError
 
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
-        """Open ranges for reads. Returns their addresses and keys, and a callback that closes them.
+        """Open ranges for reads. Returns their addresses and remote keys, and a callback that closes them.
 
         Only where `opens_ranges`. Raises TransferError.
         """
@@ -48,8 +46,8 @@ class Exposures:
         """Close the pages of a transfer now. Idempotent."""
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """Close the pages of a transfer after `timeout_s` seconds, unless the peer, which was told to stop,
-        confirms before."""
+        """Close the pages of a transfer after `timeout_s` seconds, or before with `conceal`: the peer was told
+        to stop, and may confirm."""
 
     def close(self) -> None:
         """Close everything that is open."""

@@ -33,7 +33,7 @@ class Frames:
             await self.stream.more(hear)
 
     def ready(self) -> Frame | None:
-        """Return the next frame if its head has been received, else None. Its payload may still be
+        """Return the next frame if its head has been received, else None. The frame's payload may still be
         missing."""
         stream, reader = self.stream, self._reader
         frame = reader.read(stream.ahead) if stream.num_ahead >= reader.wanted_bytes else None

@@ -4,7 +4,7 @@ Within a host there is no network to protect, and BBR's pacing costs a quarter o
 goes on pacing even when another congestion control takes over. So where BBR is the system's default, a
 connection begins with Reno, and BBR takes over if the other end is on another host.
 
-Owns: that choice. Does not know: the data.
+Owns: the choice of congestion control. Does not know: the data.
 """
 
 import functools

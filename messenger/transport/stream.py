@@ -35,7 +35,7 @@ host is given up."""
 _UNACKNOWLEDGED_MS = 1000 * _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES
 """Milliseconds after which the connection is lost if the peer's kernel takes nothing."""
 _GLANCE_BYTES = 8 * 1024
-"""Bytes received before a frame's head is read at most, as payload among them is copied twice."""
+"""The most bytes that are received before a frame's head is read, as payload among them is copied twice."""
 AHEAD_BYTES = 64 * 1024 + _GLANCE_BYTES
 """Bytes of the receive buffer, from which a frame of many small blocks is taken."""
 _LARGE_BYTES = 64 * 1024
@@ -73,7 +73,7 @@ class Stream:
         self._begin = self._end = 0
         """Range of received bytes in the buffer."""
         self.wanted_bytes = 1
-        """Bytes for which there will be room `ahead`."""
+        """The number of bytes of `ahead` for which the buffer will have room."""
         self._readable = Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
         self._writable = Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
         self._num_moved = 0
@@ -203,7 +203,7 @@ class Stream:
     async def _first(self, readiness: Readiness, attempt: Callable[[], Result]) -> Result:
         """Call `attempt` until it raises no BlockingIOError, and return its result.
 
-        Other tasks have their turn before, if it is time.
+        If this connection's turn is over, other tasks run before.
         """
         if self.is_turn_over and not self.is_plain:  # no event tells of bytes that are decrypted already
             await self.take_turns()

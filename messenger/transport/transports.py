@@ -39,8 +39,8 @@ _COPYING_SPEED = 2
 _PIECE_BYTES = 1 << 18
 """Bytes received and hashed at a time, while they are in the processor's cache."""
 _SMALL_VIEW_BYTES = 16 << 10
-"""Bytes of a view on average below which all views are received by one system call, larger ones each by its
-own."""
+"""Average size of views below which all of them are received by one system call. Larger views are received one
+by one."""
 
 
 Number = TypeVar("Number", int, float)
@@ -201,9 +201,10 @@ class SourceLayers(Protocol):
 
 
 class Inlet:
-    """The receiving end of one connection, whose bytes come beside the connection.
+    """Base class of inlets: by default the bytes come beside the connection; `TcpInlet` takes them from it.
 
-    The asking side has an `Outlet` beside it (`messenger.sender.outlet`).
+    Both ends of a lane have one: the receiver for writes, the sender for the blocks that it fetches. The
+    sender has an `Outlet` beside it (`messenger.sender.outlet`).
     """
 
     transport: ClassVar[Transport]
@@ -228,8 +229,8 @@ class Inlet:
     def fill_now(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        """Fill `views` without waiting, and return as `fill`; None if that is impossible, so that `fill`
-        must be called."""
+        """Fill `views` without waiting, and return what `fill` returns; None if that is impossible, so that
+        `fill` must be called."""
         raise NotImplementedError
 
     async def discard(self, payload_bytes: int) -> None:
@@ -245,7 +246,7 @@ class ShmInlet(Inlet):
     def __init__(
         self, stream: Stream, fd: int | None, segment_bytes: int | None, *, is_writable: bool = False
     ) -> None:
-        """Map the peer's segment, with `is_writable` for writing too. Raises TransferError."""
+        """Map the peer's segment, also for writing if `is_writable`. Raises TransferError."""
         self._stream = stream
         if fd is None:
             raise TransferError("a segment is announced, but no descriptor came along")

@@ -25,13 +25,13 @@ CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
 """Bytes that are copied at a time, and hashed while still in the processor's cache."""
 _FEW_BYTES = 64 * 1024
-"""Bytes up to which neither a compiled call nor hashing in pieces pays off."""
+"""Size up to which neither a compiled call nor hashing in pieces pays off."""
 _STREAMED_BYTES = 512 * 1024
-"""Bytes from which on a copy bypasses the caches."""
+"""Size from which on a copy bypasses the caches."""
 _SPIN_NS = 200_000
 """Nanoseconds for which a call waits for more of a block before other tasks run."""
 SHORT_LAYER_BYTES = 240
-"""Bytes of a layer up to which xxh3 uses another algorithm. The library hashes such layers."""
+"""Size of a layer up to which xxh3 uses another algorithm. The xxhash library hashes such layers."""
 
 
 def prepare() -> None:
@@ -54,7 +54,7 @@ def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
 
 
 def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
-    """Copy whole layers, and return their checksums as `layer_checksums`.
+    """Copy whole layers, and return their checksums as `layer_checksums` does.
 
     Other threads run meanwhile if the block is large.
     """
@@ -82,8 +82,8 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
 def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
     """Copy one layer of each of n blocks, between addresses `[n]` that the caller keeps mapped.
 
-    Returns the xxh3-64 of each layer, uint64 `[n]`. Other threads run meanwhile, as it is one call for all of
-    them.
+    Returns the xxh3-64 of each layer, uint64 `[n]`. Other threads run meanwhile: all copies are one compiled
+    call.
     """
     digests = np.empty(len(sources), np.uint64)
     native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
@@ -118,10 +118,11 @@ class LayerChecksums:
         self._state = array("Q", bytes(64))
         """State of the compiled hash of a layer that has begun."""
         self._begun: xxhash.xxh3_64 | None = None
-        """The library's hash of a layer that has begun, where nothing is compiled."""
+        """The xxhash library's hash of a layer that has begun, without compiled code."""
 
     def advance(self, num_bytes: int) -> None:
-        """Hash up to the first `num_bytes` bytes of the block, which have arrived."""
+        """Record that the first `num_bytes` bytes of the block have arrived, and hash them as far as
+        worthwhile."""
         self.num_there = num_bytes
         if self._native is None:
             self._num_hashed.value = self._hash_arrived(num_bytes, self._num_hashed.value)

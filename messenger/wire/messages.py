@@ -1,7 +1,8 @@
 """Messages between two messengers.
 
-The *sender* asks, the *receiver* answers. A sender may have several connections (*lanes*) to one receiver:
-they are one *session*, and a transfer may use all of them.
+The *sender* asks, the *receiver* answers (also with Fetch, where the blocks travel to the sender). A sender
+may have several connections (*lanes*) to one receiver: they are one *session*, and a transfer may use all of
+them.
 
     sender                                receiver
     Hello(nonce)                   ->                     somebody speaks this protocol
@@ -66,7 +67,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class Challenge(msgspec.Struct, tag=True, frozen=True):
     """The receiver's answer to `Hello`. `proof` covers both nonces: see `handshake`.
 
-    `version` is the newest that both sides speak; receivers of version 6 do not send it.
+    `version` is the newest version that both sides speak; receivers of version 6 do not send it.
     """
 
     nonce: bytes
@@ -175,9 +176,10 @@ class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
 class Write(msgspec.Struct, tag=True, frozen=True):
     """A write of bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
 
-    The grant is named again, as on another lane a write may arrive before the `Open`. `heads`: `[begin, end)`
-    of the model, the part of each layer that is sent; None: all, and both sides have the same. `is_placed`:
-    the bytes have been written and compared with their checksums, and the answer is not awaited.
+    The grant is named again, as on another lane a write may arrive before the `Open`. `heads`: the heads
+    `[begin, end)` of the model that are sent of each layer; None if both sides have the same heads, and all
+    are sent. `is_placed`: the bytes have been written and compared with their checksums. Then the next write
+    need not wait for the answer; the end of the transfer does.
     """
 
     transfer_id: int
@@ -201,11 +203,11 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """A request for layers `[layer_begin, layer_end)` of the model, of those of the named blocks that the
-    holder has.
+    """A request for layers `[layer_begin, layer_end)`, numbered as in the model, of those of the named blocks
+    that the receiver has.
 
-    `heads` as in `Write`. Unless they are all of the holder's heads, only one layer can be fetched at a time.
-    `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
+    `heads` are numbered as in `Write`. Unless they are all of the receiver's heads, only one layer can be
+    fetched at a time. `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
     """
 
     keys: list[bytes]
@@ -230,7 +232,7 @@ class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
 class Found(msgspec.Struct, tag=True, frozen=True):
     """The answer to a fetch: the found blocks, which stay in place until `FetchDone`.
 
-    `failure`: why there are none.
+    `failure`: why the fetch was refused; then there are no blocks.
     """
 
     blocks: list[FoundBlock]
@@ -240,8 +242,8 @@ class Found(msgspec.Struct, tag=True, frozen=True):
 class FetchDone(msgspec.Struct, tag=True, frozen=True):
     """The report that the blocks of the oldest `Found` have been read, or are not wanted any more.
 
-    `damaged`: indices, into the keys of the `Fetch`, of blocks that did not match their checksums. The holder
-    must suspect its own copies.
+    `damaged`: indices, into the keys of the `Fetch`, of blocks that did not match their checksums. The
+    receiver must suspect its own copies.
     """
 
     damaged: list[int] = []
@@ -263,7 +265,7 @@ class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exposed(msgspec.Struct, tag=True, frozen=True):
-    """The pages opened until the transfer ends, or the `failure` to open them."""
+    """The pages, open until the transfer ends; `failure`: why there are none."""
 
     transfer_id: int
     pages: list[ExposedPage]

@@ -38,13 +38,13 @@ from mooncake.versions import Versions
 SPOKEN = Versions(6, 7)
 """The versions of this protocol that messengers speak (`mooncake.versions`)."""
 MAX_META_BYTES = 1 << 20
-"""Bytes of a message at most: several times those of a write of `MAX_FRAME_ENTRIES` entries."""
+"""The most bytes of a message: several times those of a write of `MAX_FRAME_ENTRIES` entries."""
 MAX_GREETING_BYTES = 4096
-"""Bytes of a message from an unauthenticated peer at most."""
+"""The most bytes of a message from an unauthenticated peer."""
 MAX_FRAME_ENTRIES = 1024
-"""Blocks of one frame at most."""
+"""The most entries of one write, or keys of one fetch. A block may have several entries."""
 MAX_FRAME_BYTES = 4 << 20
-"""Payload bytes of one frame at most, unless a single layer is larger.
+"""The most payload bytes of one frame, unless a single layer is larger.
 
 This limits how long other frames wait behind a frame.
 """
@@ -57,7 +57,7 @@ SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by o
 
 _HEADER = struct.Struct("<II")
 _MOST_REASON_CHARS = 200
-"""Characters of a decoder's error that are reported, as it may quote the frame."""
+"""The most characters of a decoder's error that are reported, as the error may quote the frame."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """The first bytes of a TLS alert and of a TLS handshake. Read as a greeting, both would be too long."""
 
@@ -173,7 +173,7 @@ class FrameReader:
 def common_version(hello: Hello) -> int:
     """Return the newest version that both sides speak.
 
-    Raises MismatchError, naming both sides' versions, if none.
+    Raises MismatchError, which names both sides' versions, if there is none.
     """
     theirs = Versions.named(hello.oldest_version, hello.newest_version)
     version = SPOKEN.common(theirs)
@@ -184,7 +184,7 @@ def common_version(hello: Hello) -> int:
 
 
 def check_identity(ours: Identity, theirs: Identity) -> None:
-    """Check that two messengers may exchange bytes. Raises MismatchError, naming both values."""
+    """Check that two messengers may exchange bytes. Raises MismatchError, which names both sides' values."""
     if theirs.fingerprint != ours.fingerprint:
         raise MismatchError(
             "model fingerprint", ours.fingerprint, theirs.fingerprint, "serve the same checkpoint and dtype"
