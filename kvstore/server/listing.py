@@ -92,7 +92,7 @@ def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
 
 def _peer_stats(peer: OutgoingSession, moved: PeerTraffic) -> PeerStats:
     return PeerStats(
-        peer.throughput.in_flight_bytes,
+        peer.throughput.pending_bytes,
         peer.throughput.bandwidth_bytes_per_s,
         num_streams=len(peer.lanes),
         sent_bytes=_used(moved.sent_bytes),

@@ -3,7 +3,7 @@
 A path is judged by how its lanes end. It is tried again after a pause that grows each time. Other paths carry
 its load meanwhile.
 
-Owns: these rules. Does not know: connections, clocks.
+Owns: when a path backs off. Does not know: connections, clocks.
 """
 
 import math
@@ -27,7 +27,7 @@ class PathHealth:
     """The health of one path, shared by its lanes. All times are of one clock."""
 
     num_useless: int = 0
-    """Lanes in a row that were lost with requests in flight and had answered none."""
+    """The number of lanes in a row that were lost after requests were sent and none was answered."""
     num_backoffs: int = 0
     """The number of backoffs in a row."""
     until_s: float = 0.0

@@ -1,9 +1,9 @@
 """The choice of a connection to close among many: SIEVE (Zhang et al., NSDI'24).
 
-A hand goes over the connections from the oldest to the newest. It spares those that were used since it last
-passed, and takes the first one that was not.
+A hand goes over the connections from the oldest to the newest. It spares connections that were used since it
+last passed, and takes the first one that was not.
 
-Owns: that order. Does not know: the connections, whether one may be given up (the caller does).
+Owns: the order. Does not know: the connections, whether one may be given up (the caller does).
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -26,7 +26,7 @@ class Sieve(Generic[Key, Value]):
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry[Value]] = {}
         self._hand: Key | None = None
-        """Key that is examined next; None, or a key that is gone, means the oldest."""
+        """The key that is examined next; None, or a key that is gone, stands for the oldest key."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -1,8 +1,8 @@
-"""Bytes in flight to or from one messenger, their recent bandwidth, and their sums.
+"""Pending bytes to or from one messenger (in flight or queued), their recent bandwidth, and their sums.
 
-The Conductor estimates transfer times from it (Algorithm 1 of the Mooncake paper).
+The Conductor estimates transfer times from these numbers (Algorithm 1 of the Mooncake paper).
 
-Owns: that arithmetic, the counters of metrics. Does not know: the clock, connections.
+Owns: the arithmetic, the counters of metrics. Does not know: the clock, connections.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from messenger.transport.transports import PeerTraffic, Traffic, Transport
 _SAMPLE_S = 0.05
 """Seconds of traffic in one sample, so that a single late wake-up does not look like a slow path."""
 _LEAST_SAMPLE_BYTES = 1 << 20
-"""Bytes of a sample at least, as small messages measure latency."""
+"""The fewest bytes of a sample, as small messages measure latency."""
 _WEIGHT = 0.3
 """The weight of the latest sample, from 0 to 1."""
 
@@ -21,36 +21,36 @@ _WEIGHT = 0.3
 class Throughput:
     """The throughput of one session.
 
-    Only time with bytes in flight counts, so an idle path does not look slow.
+    Only time with pending bytes counts, so an idle path does not look slow.
     """
 
-    in_flight_bytes: int = 0
+    pending_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
     """The weighted mean of the samples in bytes a second, later ones counting more; None before the first."""
     total_busy_s: float = 0.0
-    """Seconds with bytes in flight, up to the last end."""
+    """Seconds with pending bytes, up to the last end of a request."""
     _since_s: float = 0.0
     _busy_s: float = 0.0
-    """Seconds with bytes in flight since the last sample."""
+    """Seconds with pending bytes since the last sample."""
     _moved_bytes: int = 0
     """Bytes moved since the last sample."""
 
     def begun(self, num_bytes: int, now_s: float) -> None:
-        if not self.in_flight_bytes:
+        if not self.pending_bytes:
             self._since_s = now_s
-        self.in_flight_bytes += num_bytes
+        self.pending_bytes += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
         """Record the end of a request for `num_bytes`, of which `moved_bytes` have arrived."""
-        self.in_flight_bytes -= num_bytes
+        self.pending_bytes -= num_bytes
         self._moved_bytes += moved_bytes
         self._busy_s += now_s - self._since_s
         self.total_busy_s += now_s - self._since_s
         self._since_s = now_s
-        if not self._moved_bytes and not self.in_flight_bytes:
+        if not self._moved_bytes and not self.pending_bytes:
             self._busy_s = 0.0  # what was given up, or is for nobody, says nothing about the path
         is_enough = self._moved_bytes >= _LEAST_SAMPLE_BYTES
-        if is_enough and (self._busy_s >= _SAMPLE_S or not self.in_flight_bytes):
+        if is_enough and (self._busy_s >= _SAMPLE_S or not self.pending_bytes):
             self._sample(self._moved_bytes / max(self._busy_s, 1e-6))
             self._busy_s, self._moved_bytes = 0.0, 0
 
@@ -62,7 +62,7 @@ class Throughput:
 
 
 class TransferCounters:
-    """The counters of one session, which add to the totals in `traffic` and in `own`."""
+    """The counters of one session, which also add to the totals in `traffic` and, for this peer, in `own`."""
 
     def __init__(self, traffic: Traffic, own: PeerTraffic) -> None:
         self.throughput = Throughput()
@@ -70,7 +70,7 @@ class TransferCounters:
         self._own = own
         self._counted_busy_s = 0.0
         self._last_transport = Transport.TCP
-        """Transport that moved bytes last."""
+        """The transport that has moved bytes last."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
         """Count bytes that have been placed and verified, on this side if `received`, else on the other."""
@@ -79,7 +79,7 @@ class TransferCounters:
             (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
-        """Record the end of a request for `num_bytes` in flight, of which `moved_bytes` have arrived."""
+        """Record the end of a request for `num_bytes`, of which `moved_bytes` have arrived."""
         self.throughput.ended(num_bytes, now_s, moved_bytes=moved_bytes)
         if moved_bytes:
             busy_s = self.throughput.total_busy_s

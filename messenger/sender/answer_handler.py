@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from messenger.sender.outstanding import Outstanding
-from messenger.sender.requests import ProbeRequest, Request, WriteOutcome
+from messenger.sender.requests import LaneRequest, ProbeRequest, WriteOutcome
 from messenger.transport.transports import Inlet, Transport
 from messenger.wire.messages import Found, RefusalKind, WriteAck
 from mooncake.errors import TransferError
@@ -23,7 +23,7 @@ class AnswerListener(Protocol):
         """Count bytes that have been placed and verified, on this side if `received`, else on the other."""
 
     def damaged(self) -> None:
-        """Count a block that did not match its checksums."""
+        """Count an answer with blocks that did not match their checksums."""
 
 
 class AnswerHandler:
@@ -66,12 +66,13 @@ class AnswerHandler:
         return self._found(found, views, checksums)
 
     async def found(self, found: Found, payload_bytes: int) -> list[int]:
-        """Complete the oldest fetch when its whole payload has arrived. Returns as `found_now`."""
+        """Complete the oldest fetch when its whole payload has arrived, and return the indices of its damaged
+        blocks."""
         views = self._views_of(found, payload_bytes)
         layer_bytes = self._outstanding.fetches[0].layer_bytes
         return self._found(found, views, await self._inlet.fill(found.blocks, views, layer_bytes))
 
-    def moved(self, request: Request, *, received: bool) -> None:
+    def moved(self, request: LaneRequest, *, received: bool) -> None:
         """Count all bytes of a request as moved."""
         self._listener.moved(self._inlet.transport, request.num_bytes, received=received)
 

@@ -1,7 +1,7 @@
 """A lane: one connection to another messenger, on the side that asks.
 
-Requests are answered in the order in which they were sent. A lane that is lost hands its requests in flight
-back to its owner, which may send them on another one.
+Writes are answered in the order in which they were sent, and so are fetches. A lane that is lost hands its
+requests in flight back to its owner, which may send them on another lane.
 
 Owns: one connection to a peer. Does not know: other lanes, the queues, how bytes move (`Outlet`, `Inlet`).
 """
@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol
 from messenger.sender.answer_handler import AnswerHandler, AnswerListener
 from messenger.sender.outlet import BulkPace, LaneParts, SendingEnd
 from messenger.sender.outstanding import Outstanding
-from messenger.sender.requests import Request, Urgency
+from messenger.sender.requests import LaneRequest, Urgency
 from messenger.sender.send_queue import SendQueue
 from messenger.transport.frames import Frames
 from messenger.transport.transports import Path, Remedy
@@ -22,13 +22,13 @@ from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 
 _SENT_BYTES = 256 << 10
-"""Bytes of small frames that one system call sends at most."""
+"""Bytes after which no further request is added to one system call, or copied in one turn."""
 _COPYING_SPEED = 8
-"""Speed of copying between segments, as a multiple of the speed through a socket. It bounds the copying
-before other tasks have a turn to 4 MiB."""
+"""Speed of copying between segments, as a multiple of the speed through a socket. So other tasks have a turn
+after 16 MiB of copying."""
 _FETCH_DONE = encode_frame(FetchDone())
 _MOST_OUTSTANDING = 256
-"""Requests in flight on one lane at most, including those whose bytes are placed."""
+"""The most requests in flight on one lane, including those whose bytes are placed."""
 
 
 class Owner(AnswerListener, Protocol):
@@ -38,7 +38,7 @@ class Owner(AnswerListener, Protocol):
     def has_more(self) -> bool:
         """Whether a request waits in the queues."""
 
-    def next_request(self, lane: "Lane") -> Request | None:
+    def next_request(self, lane: "Lane") -> LaneRequest | None:
         """Return the request that `lane` should send now, taken from the queues; None if there is none."""
 
     def frame_bytes(self, urgency: Urgency) -> int:
@@ -48,7 +48,7 @@ class Owner(AnswerListener, Protocol):
         """Return whether a caller that has just been served should run before more bulk is copied."""
 
     def ended(self, transfer_id: int, reason: str) -> None:
-        """Record that the receiver has given a transfer up for `reason`."""
+        """Record that the receiver has given up a transfer for `reason`."""
 
     def written(self, transfer_id: int) -> None:
         """Record that a write of this transfer is no longer in flight beside the connection."""
@@ -112,7 +112,7 @@ class Lane:
         return self._outlet.remedy
 
     @property
-    def refused(self) -> Request | None:
+    def refused(self) -> LaneRequest | None:
         """A request that the transport cannot carry, and that would fail again; None without one."""
         return self._outlet.refused
 
@@ -158,7 +158,7 @@ class Lane:
         else:
             self._pump()
 
-    async def take_turns(self, request: Request) -> None:
+    async def take_turns(self, request: LaneRequest) -> None:
         """Let other tasks run if due, after a `request` that this side has copied."""
         if not request.moving_bytes:
             self._stream.moved(request.num_bytes // _COPYING_SPEED)
@@ -167,8 +167,8 @@ class Lane:
     def post(self, message: Message, *, may_wait: bool = False) -> None:
         """Send a message without an answer, ahead of all unsent requests.
 
-        The message leaves with the next request; without one at the end of this turn of the event loop, or
-        within `NOT_URGENT_S` if it `may_wait`.
+        The message leaves with the next request. If there is none, it leaves at the end of this turn of the
+        event loop, or within `NOT_URGENT_S` if it `may_wait`.
         """
         self._send_queue.keep(encode_frame(message))
         if isinstance(message, Close):
@@ -194,7 +194,7 @@ class Lane:
             self._stream.close()  # before the next wait: a task that is cancelled again does not come back
             await self._send_queue.close()
 
-    def send(self, request: Request) -> None:
+    def send(self, request: LaneRequest) -> None:
         """Send `request` now, behind posted messages, whatever waits in the queues."""
         self._send_queue.send(*self._outlet.begin(request, is_next=True))
 
@@ -207,7 +207,7 @@ class Lane:
         stay open."""
         return self._outlet.is_writing(transfer_id)
 
-    def take_outstanding(self) -> list[Request]:
+    def take_outstanding(self) -> list[LaneRequest]:
         """Return, and forget, the requests in flight when the lane was lost."""
         return [*self._outstanding.take_all(), *self._outlet.take_all()]
 
@@ -261,7 +261,7 @@ class Lane:
             self._is_pumping_soon = False
             self._pump()
 
-    def _copied_share(self, request: Request) -> int:
+    def _copied_share(self, request: LaneRequest) -> int:
         """Return the bytes of a turn of `_SENT_BYTES` that a copied request counts for.
 
         A latency request takes the whole turn: its caller goes on before more is copied. Bulk of
@@ -322,7 +322,7 @@ class Lane:
         self._send_queue.keep(encode_frame(FetchDone(damaged)) if damaged else _FETCH_DONE)
 
 
-def _may_wait(request: Request) -> bool:
+def _may_wait(request: LaneRequest) -> bool:
     """Return whether the peer may be told of `request` later, as waking the peer takes as long as copying a
     MiB."""
     return request.urgency is Urgency.BULK and not request.moving_bytes

@@ -1,8 +1,8 @@
 """The session with another messenger, on the sending side: its lanes, and the requests for them.
 
-A lane with capacity takes the next request. So requests spread over streams and addresses by how fast each of
-them is, and the requests of a lost lane go to the others. A transfer fails when no lane is left, when the
-receiver refuses a write, or when the receiver has given the grant up.
+A lane with capacity takes the next request. So requests spread over streams and addresses according to the
+speed of each, and the requests of a lost lane go to the other lanes. A transfer fails when no lane is left,
+when the receiver refuses a write, or when the receiver has given the grant up.
 
 Owns: the session with one messenger. Does not know: keys, leases (a request's memory must not change before
 its `done`).
@@ -22,8 +22,8 @@ from messenger.sender.lane import Lane
 from messenger.sender.queues import BULK_WAITS_S, Queues
 from messenger.sender.requests import (
     FetchRequest,
+    LaneRequest,
     ProbeRequest,
-    Request,
     Urgency,
     WriteOutcome,
     WriteRequest,
@@ -39,13 +39,13 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 16
-"""Requests of one class in flight or queued at most. Further callers wait."""
+"""The most pending requests of one class: in flight or queued. Further callers wait."""
 _NUM_LOST_LANES = 64
-"""Lost lanes that are remembered, as the receiver may not have noticed their loss."""
+"""The number of lost lanes that are remembered, as the receiver may not have noticed their loss."""
 _YIELDED_TURNS = 2
 """Turns of the event loop left to a served caller: one until it runs, one for the work that it starts."""
 _MOST_LANES_LOST = 4
-"""Lanes lost in a row with the same request in flight after which the request counts as the cause."""
+"""The number of lanes lost in a row with one request in flight at which the request counts as the cause."""
 SESSION_BYTES = 16
 """Bytes of the random name of a session."""
 
@@ -95,14 +95,14 @@ class OutgoingSession:
 
     @property
     def num_received_bytes(self) -> int:
-        """The bytes that have arrived over the present connections. Blocks over shared memory and RDMA do not
-        count; such a request is quick or stuck."""
+        """The bytes that have arrived over the present connections. Blocks that come over shared memory or
+        RDMA do not count: such a fetch is quick or stuck."""
         return sum(lane.num_received_bytes for lane in self._lanes)
 
     @property
     def is_idle(self) -> bool:
         """Whether no transfer or request uses the session now."""
-        return not self._transfers and not self.throughput.in_flight_bytes
+        return not self._transfers and not self.throughput.pending_bytes
 
     # -- what is asked of the peer ----------------------------------------------------------------
 
@@ -116,10 +116,9 @@ class OutgoingSession:
     ) -> Transfer:
         """Return a transfer to the grant `grant_id`, for a `with` statement.
 
-        An exception in the block gives the transfer up and tells the peer the reason.
-
-        `on_change` is called when a frame is complete or the transfer has failed. `heads`: the heads of the
-        model that are written of each layer; None if both sides have the same heads, and all are written.
+        An exception in the statement's body gives the transfer up and tells the peer the reason. `on_change`
+        is called when a frame is complete or the transfer has failed. `heads`: the heads of the model that
+        are written of each layer; None if both sides have the same heads, and all are written.
         """
         part = None if heads is None else (heads.start, heads.stop)
         opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
@@ -174,13 +173,14 @@ class OutgoingSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> dict[int, bytes]:
-        """Read `layers` of those blocks among `keys` that the peer has into `views`.
+        """Read into `views` the `layers` of those blocks of `keys` that the peer has. Raises TransferError.
 
-        Returns the checksums by index: each layer's little-endian xxh3-64, which the bytes in the view match.
+        Returns the checksums of each block that has arrived, by its index: each layer's little-endian
+        xxh3-64, which the bytes in the view match.
 
         With `heads` (of the model) only these are read: of a single layer, unless they are all heads of the
-        peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at once. Raises
-        TransferError. If it is cancelled, it first waits until nothing will be written to `views` any more.
+        peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at once. A
+        cancelled call first waits until nothing will be written to `views` any more.
         """
         if not keys:
             return {}
@@ -214,8 +214,8 @@ class OutgoingSession:
         if answer.failure is not None:
             raise TransferError(answer.failure)
 
-    async def submit(self, request: Request) -> None:
-        """Send or queue a request, waiting while too many of its class are in flight.
+    async def submit(self, request: LaneRequest) -> None:
+        """Send or queue a request, waiting while too many requests of its class are pending.
 
         The request's `done` is called in any case.
         """
@@ -236,8 +236,8 @@ class OutgoingSession:
         elif lane is not None:
             await lane.take_turns(request)
 
-    def _track(self, request: Request, limit: asyncio.Semaphore) -> None:
-        """Count a request as in flight until it is done, and then release its slot in its class."""
+    def _track(self, request: LaneRequest, limit: asyncio.Semaphore) -> None:
+        """Count a request as pending until it is done, which then lets another request of its class in."""
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
@@ -306,7 +306,7 @@ class OutgoingSession:
         for other in self._lanes:
             other.wake()
 
-    def _detour(self, request: Request, lost: Lane, reason: str) -> None:
+    def _detour(self, request: LaneRequest, lost: Lane, reason: str) -> None:
         """Send a request over a standby path before it fails, as the lost path may be unable to carry it."""
         others = [lane for lane in self._lanes if lane.path.is_standby]
         is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
@@ -316,13 +316,13 @@ class OutgoingSession:
             request.fail(reason)
 
     def give_up_path(self, path: Path, reason: str) -> None:
-        """End the lanes of a path if there are others, which take its requests."""
+        """End the lanes of a path if there are lanes of other paths, which take its requests."""
         its_lanes = [lane for lane in self._lanes if lane.path == path]
         if len(its_lanes) < len(self._lanes):
             for lane in its_lanes:
                 lane.give_up(reason)
 
-    def _close(self, reason: str, unanswered: list[Request]) -> None:
+    def _close(self, reason: str, unanswered: list[LaneRequest]) -> None:
         self.closed_reason = reason
         self._delayed_closes.clear()
         for transfer in list(self._transfers.values()):
@@ -354,14 +354,15 @@ class OutgoingSession:
     def has_more(self) -> bool:
         return self._queues.has_any
 
-    def next_request(self, lane: Lane) -> Request | None:
+    def next_request(self, lane: Lane) -> LaneRequest | None:
         while (request := self._queues.take(lane, self._now_s())) is not None:
-            if self._is_wanted(request):
+            if self._take_up(request):
                 return request
         return None
 
-    def _is_wanted(self, request: Request) -> bool:
-        """Return whether a request is still wanted; otherwise complete it as lost."""
+    def _take_up(self, request: LaneRequest) -> bool:
+        """Mark a write's transfer as known to the peer; fail a write that is not wanted any more, and return
+        False."""
         if isinstance(request, WriteRequest):
             if not request.is_wanted():
                 request.fail("not wanted any more")

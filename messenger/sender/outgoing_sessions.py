@@ -57,7 +57,7 @@ class _Keeping:
 
     @property
     def may_come_up(self) -> bool:
-        """Whether no lane has been up yet, and one still may be.
+        """Whether no lane has come up yet, but one still may.
 
         (A first lane that was lost at once has ended the session.)
         """
@@ -70,7 +70,7 @@ class _Keeping:
 
 
 class OutgoingSessions:
-    """The sessions by address, shared by all transfers to it."""
+    """The sessions by address. All transfers to an address share its session."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class OutgoingSessions:
     ) -> None:
         """Keep one lane up until the session ends, with pauses after failures.
 
-        A backed off path is not tried. `standing` is None unless the path has a device of its own: only then
-        do other paths stand by for it.
+        While `standing` backs off, the path is not tried. `standing` is None unless the path has a device of
+        its own: only then do other paths stand by for it.
         """
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
@@ -207,7 +207,7 @@ class OutgoingSessions:
     async def _connect(
         self, peer: OutgoingSession, path: Path, address: MessengerAddress, number: int
     ) -> Lane:
-        """Return a connected lane. Raises OSError or TransferError."""
+        """Return a connected lane. Raises OSError, TransferError or MismatchError."""
         timeout_s = self._settings.connect_timeout_s
         with contextlib.ExitStack() as on_failure:
             try:

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 
 from messenger.sender.answer_handler import AnswerHandler
 from messenger.sender.outstanding import Outstanding
-from messenger.sender.requests import FetchRequest, ProbeRequest, Request, WriteRequest
+from messenger.sender.requests import FetchRequest, LaneRequest, ProbeRequest, WriteRequest
 from messenger.sender.send_queue import SendQueue
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Inlet, Remedy
@@ -22,14 +22,14 @@ from mooncake.errors import TransferError
 
 
 class BulkPace(NamedTuple):
-    """The limit of bulk in flight on a lane while latency requests are expected, as such a request waits
-    behind it."""
+    """The limit of bulk in flight on a lane while latency requests are expected, as a latency request waits
+    behind the bulk."""
 
     piece_bytes: int
     num_writes: int = 2
-    """Pieces of writes in flight at most."""
+    """The most pieces of writes in flight."""
     num_fetches: int = 2
-    """Pieces of fetches in flight at most."""
+    """The most pieces of fetches in flight."""
 
 
 def _nothing(*_: object) -> None:
@@ -60,15 +60,15 @@ class LaneParts:
 
 
 class Outlet:
-    """The outlet of a lane whose writes are frames alone, as the receiver gets the bytes by itself."""
+    """Base class of outlets: by default a write is only a frame, as the receiver gets the bytes by itself."""
 
     bulk_pace: ClassVar[BulkPace]
     copies: bool = False
-    """Whether this side may move bytes itself, at once, in which case bulk gets turns of its own, so that
-    other tasks run in between."""
+    """Whether this side may move bytes itself, at once. Bulk then gets turns of its own, so that other tasks
+    run in between."""
     has_read: bool = False
     """Whether a fetch was completed by this side's copy, without an answer."""
-    refused: Request | None = None
+    refused: LaneRequest | None = None
     """A request that the transport cannot carry, and that would fail again; None without one."""
     remedy: Remedy | None = None
     """The remedy for the failure that ended the lane; None if the transport knows none."""
@@ -76,8 +76,8 @@ class Outlet:
     def __init__(self, lane: LaneParts) -> None:
         self._lane = lane
 
-    def begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
-        """Mark `request` as in flight, and return the bytes to send for it; none if there are none yet.
+    def begin(self, request: LaneRequest, *, is_next: bool) -> Sequence[bytes | memoryview]:
+        """Mark `request` as in flight, and return the bytes to send for it; empty if there are none yet.
 
         `is_next`: only kept frames of the send queue leave before these bytes.
         """
@@ -101,7 +101,7 @@ class Outlet:
         """
         raise TransferError(f"{type(answer).__name__} came, and no pages were to be opened")
 
-    def blame(self, request: Request, error: BaseException | None) -> None:
+    def blame(self, request: LaneRequest, error: BaseException | None) -> None:
         """Record that the lane ends with this error, caused by `request`."""
 
     def is_writing(self, transfer_id: int) -> bool:
@@ -116,13 +116,14 @@ class Outlet:
         """Stop, and wait until no byte moves any more. Afterwards `take_all` returns the requests in
         flight."""
 
-    def take_all(self) -> Sequence[Request]:
+    def take_all(self) -> Sequence[LaneRequest]:
         """Return, and forget, the requests whose bytes were in flight beside the connection."""
         return []
 
 
 class SendingEnd(NamedTuple):
-    """The sending end of a lane whose handshake is complete: its inlet, and what makes its outlet."""
+    """The sending end of a lane whose handshake is complete: its inlet, and the function that makes its
+    outlet."""
 
     inlet: Inlet
     make_outlet: Callable[[LaneParts], Outlet]
@@ -135,7 +136,7 @@ class Opening:
     """The descriptor that is passed with the introduction."""
 
     def introduction(self, introduction: Introduction) -> Introduction:
-        """Return an introduction with what the transport offers in it."""
+        """Return `introduction` with the transport's own offers added."""
         return introduction
 
     async def join(self, welcome: Welcome) -> SendingEnd:

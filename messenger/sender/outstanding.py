@@ -2,18 +2,18 @@
 
 Writes are answered in order, and so are fetches. Each answer has a deadline.
 
-Owns: those requests, the deadlines of their answers. Does not know: connections.
+Owns: these requests, the deadlines of their answers. Does not know: connections.
 """
 
 from collections import deque
 from collections.abc import Callable
 
-from messenger.sender.requests import FetchRequest, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.sender.requests import FetchRequest, LaneRequest, ProbeRequest, Urgency, WriteRequest
 from messenger.transport.deadline import Deadline
 from messenger.wire.messages import Close
 
 _MOST_CLOSES = 1024
-"""`Close` messages that are remembered until a later request is answered."""
+"""The most `Close` messages that are remembered until a later request is answered."""
 
 
 class Outstanding:
@@ -33,16 +33,16 @@ class Outstanding:
         self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
         """Pairs of the number of requests begun before a `Close`, and that `Close`, until it has arrived."""
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: LaneRequest) -> None:
         self.num_bytes[request.urgency] += request.moving_bytes
         self.num_begun += 1
 
-    def give_up(self, request: Request) -> None:
+    def give_up(self, request: LaneRequest) -> None:
         """Remove a request that was not sent."""
         self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_begun -= 1
 
-    def sent(self, request: Request) -> None:
+    def sent(self, request: LaneRequest) -> None:
         """Start to await the answer to `request`."""
         if isinstance(request, FetchRequest):
             self.fetches.append(request)
@@ -65,7 +65,7 @@ class Outstanding:
         self._answered(request, self._fetch_deadline, has_more=bool(self.fetches))
         return request
 
-    def _answered(self, request: Request, deadline: Deadline, *, has_more: bool) -> None:
+    def _answered(self, request: LaneRequest, deadline: Deadline, *, has_more: bool) -> None:
         self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_answered += 1
         while self._closes and self._closes[0][0] < self.num_answered:
@@ -75,7 +75,7 @@ class Outstanding:
         else:
             deadline.clear()
 
-    def take_all(self) -> list[Request]:
+    def take_all(self) -> list[LaneRequest]:
         """Remove and return all unanswered requests of a lost lane: writes, then fetches, the oldest
         first."""
         requests = [*self.writes, *self.fetches]

@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from messenger.sender.outlet import BulkPace
-from messenger.sender.requests import FetchRequest, Request, Urgency
+from messenger.sender.requests import FetchRequest, LaneRequest, Urgency
 from messenger.transport.transports import Path
 from messenger.wire.protocol import MAX_FRAME_BYTES
 
 BULK_WAITS_S = 0.01
-"""Seconds that bulk waits for latency requests in flight at most. Then a piece of bulk is sent between
-them."""
+"""The most seconds for which bulk waits while latency requests are pending. Then a piece of bulk is sent
+between them."""
 BULK_LETS_BY_S = 0.1
-"""Seconds for which waiting latency requests go first at most.
-
-Then a piece of bulk goes, so that bulk does not starve.
-"""
+"""The most seconds for which waiting latency requests go first. Then a piece of bulk goes, so that bulk does
+not starve."""
 _WINDOW_BYTES = 8 << 20
-"""Bytes of one class in flight on one lane at most."""
+"""The bytes of one class in flight on one lane from which on it takes no further request of the class."""
 _LATENCY_EXPECTED_S = 1.0
 """Seconds after a latency request for which another one is expected."""
 
@@ -57,19 +55,20 @@ class Queues(Generic[CarrierT]):
     """The queues of one peer's requests. Callers pass the time."""
 
     def __init__(self) -> None:
-        self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
+        self._queues: dict[Urgency, deque[LaneRequest]] = {urgency: deque() for urgency in Urgency}
         self._lanes: Sequence[CarrierT] = []
         self._has_main = False
-        """Whether any lane does not only stand by."""
+        """Whether a lane is up that is not of a standby path."""
         self._kept_free: CarrierT | None = None
         """The lane that carries no bulk while latency requests are expected; None if there is one lane."""
         self._latency_until_s = 0.0
         self._num_latency = 0
-        """Latency requests in flight or waiting."""
+        """Pending latency requests: in flight or queued."""
         self._bulk_sent_s = 0.0
 
     def set_lanes(self, lanes: Sequence[CarrierT]) -> None:
-        """Set the lanes that are up. Lanes of standby paths carry nothing while there are others."""
+        """Set the lanes that are up. Lanes of standby paths carry nothing while lanes of other paths are
+        up."""
         self._has_main = any(not lane.path.is_standby for lane in lanes)
         self._lanes = [lane for lane in lanes if not self._is_standby(lane)]
         self._kept_free = self._lanes[0] if len(self._lanes) > 1 else None
@@ -93,26 +92,26 @@ class Queues(Generic[CarrierT]):
             return MAX_FRAME_BYTES
         return min(lane.bulk_pace.piece_bytes for lane in self._lanes)
 
-    def begun(self, request: Request, now_s: float) -> None:
-        """Count a request as in flight until `ended` is called."""
+    def begun(self, request: LaneRequest, now_s: float) -> None:
+        """Count a request as pending until `ended` is called."""
         if request.urgency is Urgency.LATENCY:
             self._num_latency += 1
             self._latency_until_s = now_s + _LATENCY_EXPECTED_S
         elif not self._queues[Urgency.BULK]:
             self._bulk_sent_s = max(self._bulk_sent_s, now_s - BULK_WAITS_S)  # none has waited since then
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: LaneRequest) -> None:
         if request.urgency is Urgency.LATENCY:
             self._num_latency -= 1
 
-    def put(self, request: Request) -> None:
+    def put(self, request: LaneRequest) -> None:
         self._queues[request.urgency].append(request)
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: LaneRequest) -> None:
         """Insert a request before all others of its class."""
         self._queues[request.urgency].appendleft(request)
 
-    def remove(self, request: Request) -> bool:
+    def remove(self, request: LaneRequest) -> bool:
         """Remove a request. Returns whether it was still queued."""
         queue = self._queues[request.urgency]
         if request not in queue:
@@ -120,14 +119,14 @@ class Queues(Generic[CarrierT]):
         queue.remove(request)
         return True
 
-    def take_all(self) -> list[Request]:
+    def take_all(self) -> list[LaneRequest]:
         """Remove and return all queued requests."""
         requests = [request for queue in self._queues.values() for request in queue]
         for queue in self._queues.values():
             queue.clear()
         return requests
 
-    def take(self, lane: CarrierT, now_s: float) -> Request | None:
+    def take(self, lane: CarrierT, now_s: float) -> LaneRequest | None:
         """Remove and return the request that `lane` should send now; None if there is none."""
         bulk = self._queues[Urgency.BULK]
         may_take_bulk = bool(bulk) and self._may_take(lane, Urgency.BULK, now_s)

@@ -14,7 +14,7 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.remote import RdmaReadInlet, RemotePages
 from messenger.sender.outlet import BulkPace, LaneParts, Opening, Outlet, SendingEnd
-from messenger.sender.requests import Request, WriteOutcome, WriteRequest
+from messenger.sender.requests import LaneRequest, WriteOutcome, WriteRequest
 from messenger.transport.transports import Remedy
 from messenger.wire.messages import Exposed, Introduction, Welcome
 from mooncake.errors import TransferError
@@ -33,7 +33,7 @@ class RdmaOutlet(Outlet):
         self._in_flight: dict[WriteRequest, asyncio.Task[None]] = {}
         self._is_closed = False
 
-    def begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
+    def begin(self, request: LaneRequest, *, is_next: bool) -> Sequence[bytes | memoryview]:
         if not isinstance(request, WriteRequest):
             return super().begin(request, is_next=is_next)
         self._lane.outstanding.begin(request)
@@ -45,7 +45,7 @@ class RdmaOutlet(Outlet):
     def exposed(self, answer: Exposed) -> None:
         self._pages.exposed(answer)
 
-    def blame(self, request: Request, error: BaseException | None) -> None:
+    def blame(self, request: LaneRequest, error: BaseException | None) -> None:
         if isinstance(error, RdmaError) and error.remedy is Remedy.GIVE_UP:
             self.refused = request
 
@@ -66,7 +66,7 @@ class RdmaOutlet(Outlet):
         self._pages.close()
         await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
 
-    def take_all(self) -> Sequence[Request]:
+    def take_all(self) -> Sequence[LaneRequest]:
         requests = list(self._in_flight)
         self._in_flight.clear()
         return requests

@@ -47,8 +47,8 @@ class WriteRequest:
     is_wanted: Callable[[], bool]
     """A function that returns whether the request still needs to be sent."""
     confirmed: Callable[[str | None], None]
-    """A callback, called once for a write done before the receiver was told of it: with None after the
-    acknowledgement, or with the reason of a failure."""
+    """A callback, called once for a write that was done before the receiver was told of it: with None after
+    the acknowledgement, or with the reason of a failure."""
     num_lanes_lost: int = 0
     """Lanes in a row that were lost with this request in flight."""
     is_placed: bool = False
@@ -123,7 +123,7 @@ class ProbeRequest:
         self.done(reason)
 
 
-Request = WriteRequest | FetchRequest | ProbeRequest
+LaneRequest = WriteRequest | FetchRequest | ProbeRequest
 
 
 def done_already(*_: Any) -> NoReturn:

@@ -1,7 +1,7 @@
-"""The outlet over shared memory: this side completes requests by copying, writes to granted pages and reads
-of blocks that it finds. The receiver copies where this side cannot.
+"""The outlet over shared memory: this side completes requests by copying, writes into granted pages and reads
+out of blocks that it finds. The receiver copies where this side cannot.
 
-The peer is told of a latency write in the call that copies it, of everything else within `NOT_URGENT_S`.
+The peer is told of a latency write in the call that copies it, of all other requests within `NOT_URGENT_S`.
 
 Owns: which requests are copied, what the peer is told of them. Does not know: the queues, turns of the event
 loop.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from messenger.sender.outlet import BulkPace, LaneParts, Opening, Outlet, SendingEnd
-from messenger.sender.requests import FetchRequest, Request, Urgency, WriteOutcome, WriteRequest
+from messenger.sender.requests import FetchRequest, LaneRequest, Urgency, WriteOutcome, WriteRequest
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.copy_table import native
 from messenger.shm.shared_pages import SharedPages
@@ -28,8 +28,8 @@ class ShmOutlet(Outlet):
     """The outlet of a lane to a peer on the same host, whose segment this side has mapped."""
 
     bulk_pace = BulkPace(1 << 20, num_fetches=1)
-    """The limit of bulk in flight: one fetch, as this side copies a fetch before it can ask for anything
-    else."""
+    """The limit of bulk in flight: pieces of 1 MiB, and only one fetch, as this side copies the blocks of a
+    fetch itself and asks for nothing else meanwhile."""
 
     def __init__(self, lane: LaneParts, pages: SharedPages | None, catalogue: Catalogue | None) -> None:
         """Prepare copies of writes if there are `pages`, and of reads if there is a `catalogue`."""
@@ -37,7 +37,7 @@ class ShmOutlet(Outlet):
         self.pages, self._catalogue = pages, catalogue
         self.copies = pages is not None or catalogue is not None
 
-    def begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
+    def begin(self, request: LaneRequest, *, is_next: bool) -> Sequence[bytes | memoryview]:
         if isinstance(request, WriteRequest) and self.pages is not None and not request.is_placed:
             tells = is_next and request.urgency is Urgency.LATENCY and not self._lane.send_queue.is_stopped
             return self._place(request, self.pages, tells=tells)

@@ -1,6 +1,6 @@
-"""The outlet over TCP, by which a write's bytes follow its frame.
+"""The outlet over TCP: a write's bytes follow its frame.
 
-Owns: where these bytes are. Does not know: the connection.
+Owns: where the bytes of writes are. Does not know: the connection.
 """
 
 import functools
@@ -32,7 +32,7 @@ class TcpOutlet(Outlet):
 
 
 class TcpOpening(Opening):
-    """The opening of a lane over TCP, which offers nothing more."""
+    """The opening of a lane over TCP. It adds nothing to the introduction."""
 
     def __init__(self, stream: Stream, source: memoryview) -> None:
         self._stream, self._source = stream, source

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from messenger.sender.requests import Request, Urgency, WriteOutcome, WriteRequest
+from messenger.sender.requests import LaneRequest, Urgency, WriteOutcome, WriteRequest
 from messenger.wire.messages import Open, Write, WriteEntry
 from mooncake.errors import TransferError
 
@@ -17,7 +17,7 @@ from mooncake.errors import TransferError
 class TransferOwner(Protocol):
     """The interface of the session to which a transfer belongs."""
 
-    async def submit(self, request: Request) -> None:
+    async def submit(self, request: LaneRequest) -> None:
         """Send or queue a request."""
 
     def transfer_begun(self, transfer: "Transfer") -> None:
@@ -41,9 +41,10 @@ class Transfer:
         self.opening = opening
         self.failure: str | None = None
         self.is_known = False
-        """Whether the peer knows of the transfer."""
+        """Whether a lane has got the `Open` or a write of the transfer to send, so that the peer learns of
+        it."""
         self._num_unconfirmed = 0
-        """Number of writes whose bytes are in their pages, and which the peer has not acknowledged."""
+        """Number of writes whose bytes are in their pages, but which the peer has not acknowledged."""
         self._owner = owner
         self._urgency = urgency
         self._on_change = on_change
@@ -74,11 +75,11 @@ class Transfer:
     async def write(
         self, entries: list[WriteEntry], num_bytes: int, done: Callable[[WriteOutcome], None]
     ) -> None:
-        """Submit one frame, waiting while too many of its class wait already.
+        """Submit one frame of writes, waiting while too many requests of its class are pending.
 
         `done` is called once, when no byte of the source will be read for this frame any more (see
-        WriteRequest). The peer may be told of the bytes in its pages later. Raises
-        TransferError if the transfer has failed; `done` is called then too.
+        WriteRequest). The peer may be told of the bytes in its pages later. Raises TransferError if the
+        transfer has failed; `done` is called then too.
         """
 
         def finish(outcome: WriteOutcome, reason: str) -> None:
@@ -129,8 +130,8 @@ class RequestResult:
     async def settled(self) -> None:
         """Wait for the result.
 
-        Cancellations during the wait are swallowed, as the caller is being cancelled already and raises that
-        itself.
+        Cancellations during the wait are swallowed: the caller is being cancelled already, and raises
+        CancelledError itself.
         """
         while not self.is_there.is_set():
             with contextlib.suppress(asyncio.CancelledError):

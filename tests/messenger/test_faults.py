@@ -394,7 +394,7 @@ async def test_many_transfers_survive_resets_as_long_as_one_path_holds(tmp_path:
         for page in fetched[:5]:
             assert node.sender_memory.page(page) == node.receiver_memory.page(page)
         assert peer.closed_reason is None
-        assert peer.throughput.in_flight_bytes == 0
+        assert peer.throughput.pending_bytes == 0
         await until(lambda: not any(grant.writers for grant in node.pages.grants.values()))
         await until(lambda: node.pages.num_leases == 0)
 

@@ -23,7 +23,7 @@ async def test_what_did_not_arrive_is_in_flight_no_more_and_says_nothing_of_the_
         assert known is not None
         proxy.black_hole()
         write = asyncio.create_task(node.write(1, range(4, 8), peer=peer))
-        await until(lambda: peer.throughput.in_flight_bytes == 4 * LARGE.block_bytes)
+        await until(lambda: peer.throughput.pending_bytes == 4 * LARGE.block_bytes)
         if trouble == "reset":
             proxy.reset()
         elif trouble == "revocation":
@@ -31,7 +31,7 @@ async def test_what_did_not_arrive_is_in_flight_no_more_and_says_nothing_of_the_
             proxy.heal()
         with pytest.raises(TransferError):
             await write
-        await until(lambda: not peer.throughput.in_flight_bytes)
+        await until(lambda: not peer.throughput.pending_bytes)
         assert peer.throughput.bandwidth_bytes_per_s == known
         arrived = 4 * LARGE.block_bytes
         assert node.sent.by_peer["receiver"].sent_bytes[Transport.TCP] == arrived

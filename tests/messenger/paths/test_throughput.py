@@ -10,9 +10,9 @@ MIB = 1 << 20
 def test_nothing_is_known_before_something_has_moved() -> None:
     flow = Throughput()
     flow.begun(100, 0.0)
-    assert (flow.in_flight_bytes, flow.bandwidth_bytes_per_s) == (100, None)
+    assert (flow.pending_bytes, flow.bandwidth_bytes_per_s) == (100, None)
     flow.ended(100, 0.01, moved_bytes=100)
-    assert (flow.in_flight_bytes, flow.bandwidth_bytes_per_s) == (0, None)  # too little to tell
+    assert (flow.pending_bytes, flow.bandwidth_bytes_per_s) == (0, None)  # too little to tell
 
 
 def test_a_burst_is_a_sample_when_it_is_through() -> None:
@@ -31,7 +31,7 @@ def test_a_long_transfer_is_sampled_while_it_lasts() -> None:
         flow.begun(MIB, 0.0)
     for number in range(1, 101):
         flow.ended(MIB, number * 0.01, moved_bytes=MIB)
-    assert flow.in_flight_bytes == 0
+    assert flow.pending_bytes == 0
     assert flow.bandwidth_bytes_per_s == pytest.approx(100 * MIB)
 
 
@@ -63,7 +63,7 @@ def test_what_was_given_up_says_nothing() -> None:
     flow.begun(MIB, 50.0)
     flow.ended(MIB, 50.1, moved_bytes=0)
     assert flow.bandwidth_bytes_per_s == known
-    assert flow.in_flight_bytes == 0
+    assert flow.pending_bytes == 0
 
 
 def test_what_was_given_up_does_not_count_as_moved() -> None:

@@ -78,7 +78,7 @@ async def test_many_transfers_and_fetches_at_once(tmp_path: Path, transport: str
         assert [fetch.result() for fetch in fetches] == [[0, 1]] * 20
         for page in range(200, 240):
             assert node.sender_memory.page(page) == node.receiver_memory.page(page)
-        assert peer.throughput.in_flight_bytes == 0
+        assert peer.throughput.pending_bytes == 0
 
 
 @pytest.mark.parametrize("urgency", list(Urgency))
@@ -164,7 +164,7 @@ async def test_a_cancelled_write_is_given_up_at_the_other_side(tmp_path: Path) -
         await until(lambda: grant.failure is not None)
         assert grant.failure == "sender gave up: cancelled by its worker"
         await node.assert_works()
-        assert (await node.peer()).throughput.in_flight_bytes == 0
+        assert (await node.peer()).throughput.pending_bytes == 0
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -227,7 +227,7 @@ async def test_a_probe_moves_bytes_for_nobody(tmp_path: Path) -> None:
         peer = await node.peer()
         await asyncio.gather(*(peer.probe(memoryview(bytes(3 << 20))) for _ in range(4)))
         assert node.sent.sent_bytes[Transport.TCP] == 0
-        assert peer.throughput.in_flight_bytes == 0
+        assert peer.throughput.pending_bytes == 0
         await node.assert_works()
 
 

@@ -20,7 +20,7 @@ async def test_bulk_does_not_wait_for_a_latency_request_that_takes_long(tmp_path
         node.pages.grant(1, [0, 1])
         node.pages.may_read.clear()  # it is on SSD
         urgent = asyncio.create_task(node.fetch([15], peer))
-        await until(lambda: peer.throughput.in_flight_bytes)
+        await until(lambda: peer.throughput.pending_bytes)
         await node.write(1, [0, 1], Urgency.BULK)
         assert not urgent.done()
         node.pages.may_read.set()
@@ -57,7 +57,7 @@ async def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None
         node.pages.grant(2, [18])
         proxy.black_hole()
         bulk = asyncio.create_task(node.write(1, range(18), Urgency.BULK))
-        await until(lambda: peer.throughput.in_flight_bytes == MAX_QUEUED_REQUESTS * LARGE.block_bytes)
+        await until(lambda: peer.throughput.pending_bytes == MAX_QUEUED_REQUESTS * LARGE.block_bytes)
         complete = node.pages.complete
 
         def record(grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
@@ -66,7 +66,7 @@ async def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None
 
         node.pages.complete = record  # type: ignore[method-assign]
         urgent = asyncio.create_task(node.write(2, [18], Urgency.LATENCY))
-        await until(lambda: peer.throughput.in_flight_bytes == (MAX_QUEUED_REQUESTS + 1) * LARGE.block_bytes)
+        await until(lambda: peer.throughput.pending_bytes == (MAX_QUEUED_REQUESTS + 1) * LARGE.block_bytes)
         num_sent = peer.lanes[0].num_outstanding
         assert num_sent < 12
         proxy.heal()
@@ -128,14 +128,14 @@ async def test_requests_that_wait_are_few(tmp_path: Path) -> None:
             node.pages.grant(page, [page])
         tasks = [asyncio.create_task(submit(page)) for page in range(num_requests)]
         await until(lambda: len(waiting) == num_requests - MAX_QUEUED_REQUESTS)
-        assert peer.throughput.in_flight_bytes == MAX_QUEUED_REQUESTS * SMALL.block_bytes
+        assert peer.throughput.pending_bytes == MAX_QUEUED_REQUESTS * SMALL.block_bytes
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert len(done) == num_requests - MAX_QUEUED_REQUESTS  # who never got in has heard of it
         proxy.heal()
         await until(lambda: len(done) == num_requests)
-        assert peer.throughput.in_flight_bytes == 0
+        assert peer.throughput.pending_bytes == 0
         await node.assert_works()
 
 

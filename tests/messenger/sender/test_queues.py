@@ -7,7 +7,7 @@ import pytest
 from messenger.sender.outlet import BulkPace
 from messenger.sender.queues import BULK_LETS_BY_S, BULK_WAITS_S, Queues
 from messenger.sender.rdma_outlet import RdmaOutlet
-from messenger.sender.requests import FetchRequest, ProbeRequest, Request, Urgency
+from messenger.sender.requests import FetchRequest, LaneRequest, ProbeRequest, Urgency
 from messenger.sender.shm_outlet import ShmOutlet
 from messenger.sender.tcp_outlet import TcpOutlet
 from messenger.transport.transports import Path, Transport
@@ -44,7 +44,7 @@ def queues(*lanes: Lane) -> Queues[Lane]:
     return result
 
 
-def put(waiting: Queues[Lane], urgency: Urgency, num_bytes: int = 1, now_s: float = NOW_S) -> Request:
+def put(waiting: Queues[Lane], urgency: Urgency, num_bytes: int = 1, now_s: float = NOW_S) -> LaneRequest:
     request = ProbeRequest(memoryview(bytes(num_bytes)), urgency, lambda _: None)
     waiting.begun(request, now_s)
     waiting.put(request)
@@ -119,7 +119,7 @@ def test_of_bulk_fetched_over_shared_memory_those_in_a_hurry_wait_for_one_piece(
     waiting.ended(urgent)
     piece = memoryview(bytes(waiting.frame_bytes(Urgency.BULK, NOW_S)))
     for _ in range(3):
-        request: Request = ProbeRequest(piece, Urgency.BULK, lambda _: None)
+        request: LaneRequest = ProbeRequest(piece, Urgency.BULK, lambda _: None)
         if num_fetched:
             fetch = Fetch([b"key"], 0, 1)
             request = FetchRequest(fetch, [piece], len(piece), Urgency.BULK, lambda found, failure: None)
