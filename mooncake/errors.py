@@ -97,7 +97,7 @@ class PoolError(MooncakeError):
 class PoolFullError(PoolError):
     """No page of the pool is free, and none can be evicted.
 
-    `space_epoch` is the pool's epoch at the refusal. A wait for a later epoch misses no freed page.
+    `space_epoch` is the evictor's at the refusal. A wait for a later one misses no freed page.
     """
 
     def __init__(self, message: str, space_epoch: int = 0) -> None:

@@ -43,7 +43,7 @@ class Evictor:
         on_space: Callable[[], None],
         on_pressure: Callable[[], None],
     ) -> None:
-        self.epoch = 0
+        self.space_epoch = 0
         """Number of times that a page became free or evictable."""
         self.num_wanted = 0
         """The largest number of free pages that a request could not get."""
@@ -113,7 +113,7 @@ class Evictor:
         return PoolFullError(
             f"{num_missing} pages are needed, {num_free} are free and {num_evictable} evictable of"
             f" {num_pages}",
-            self.epoch,
+            self.space_epoch,
         )
 
     def pages_taken(self) -> None:
@@ -129,5 +129,5 @@ class Evictor:
 
     def changed(self) -> None:
         """Wake the tasks that wait for a page, as one has become free or idle, or may be evicted now."""
-        self.epoch += 1
+        self.space_epoch += 1
         self._on_space()

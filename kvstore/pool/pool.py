@@ -370,7 +370,7 @@ class Pool:
     @property
     def num_changes(self) -> int:
         """A number that grows with every change."""
-        return self._last_id + self.evictor.epoch
+        return self._last_id + self.evictor.space_epoch
 
     @property
     def num_used_pages(self) -> int:
@@ -406,5 +406,5 @@ class Pool:
             if self.table.state_of[page] == RESERVED
         )
         if writers != Counter(np.flatnonzero(self.table.states == RESERVED).tolist()):
-            problems.append("a RESERVED page has not exactly one reservation")
+            problems.append("a RESERVED page has no reservation, or several")
         return "; ".join(problems) or None

@@ -114,7 +114,7 @@ class Store:
 
     async def wait_for_space(self, space_epoch: int) -> None:
         """Wait until pages have become free or evictable since `space_epoch`."""
-        while self.pool.evictor.epoch <= space_epoch:
+        while self.pool.evictor.space_epoch <= space_epoch:
             self.space.clear()
             await self.space.wait()
 

@@ -196,7 +196,7 @@ class Running:
             try:
                 return self.pool.reserve(OWNER, keys, num_private)
             except PoolFullError:
-                await self.store.wait_for_space(self.pool.evictor.epoch)
+                await self.store.wait_for_space(self.pool.evictor.space_epoch)
 
     async def put(self, *keys: BlockKey) -> None:
         """Stores the blocks of `keys` and leaves them to eviction."""

@@ -185,7 +185,7 @@ def test_put_whose_attempts_look_like_room_themselves_gives_up_in_time_and_holds
         num_attempts += 1
         assert num_attempts < 100, "nobody else has a turn"
         session.store.pool.evictor.changed()
-        raise PoolFullError("it is full again", session.store.pool.evictor.epoch)
+        raise PoolFullError("it is full again", session.store.pool.evictor.space_epoch)
 
     def test(address: tuple[str, int], statistics: Callable[[], PoolStats]) -> None:
         put, block = large_put()
