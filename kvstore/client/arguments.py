@@ -1,6 +1,6 @@
 """The layers and buffers that a program passes to the pool's library.
 
-Owns: what is refused of them. Does not know: keys, connections.
+Owns: the checks of these arguments. Does not know: keys, connections.
 """
 
 from typing import TYPE_CHECKING

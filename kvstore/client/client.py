@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 PUT_TIMEOUT_S = 30.0
 """Seconds for which a put waits for pages by default."""
 _BATCH_BYTES = 64 << 20
-"""Bytes of blocks in one call at most, which bounds its duration, and leaves pages for other clients."""
+"""The most bytes of blocks in one call: the limit bounds the call's duration, and leaves pages for other
+clients."""
 _LISTED_AT_ONCE = 1000
-"""Blocks in one answer to `ListBlocks` at most."""
+"""The most blocks in one answer to `ListBlocks`."""
 Answer = TypeVar("Answer")
 
 
@@ -147,8 +148,8 @@ class KVCachePool:
 
         `copy(layers, positions, addresses)` copies `layers` of the blocks at these positions of `keys`, each
         to its address, and returns their xxh3-64, `[block][layer]`. It may wait for the layers. An error that
-        it raises ends the call, and none of these blocks is stored. If a pool is lost, it may be called again
-        from the first layer on. Keys must be distinct. Otherwise as `put`.
+        it raises ends the call, and none of these blocks is stored. If a pool is lost, `copy` may be called
+        again from the first layer on. Keys must be distinct. All else is as with `put`.
         """
         self._check(keys)
         self._backends.first(lambda connection: connection.put_layers(keys, copy, timeout_s))
@@ -158,10 +159,8 @@ class KVCachePool:
     ) -> list[bool]:
         """Copy the blocks, or only consecutive `layers` of each, into the caller's buffers.
 
-        Returns which ones were read.
-
-        True: the block was read and verified. False: the block is missing, or was damaged and has been
-        dropped; its buffer may have been written to.
+        Returns for each block: True if it was read and verified; False if it is missing, or was damaged and
+        has been dropped. Then its buffer may have been written to.
         """
         layers = checked_layers(layers, self.layout)
         views = [bytes_of(buffer, self.layout, len(layers), writable=True) for buffer in out]
@@ -179,11 +178,9 @@ class KVCachePool:
         return is_there
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return the tier of each block; None for a block that no reachable instance has.
+        """Return the tier of each block; None for a block that no reachable pool has.
 
-        Does not count as a use.
-
-        A pool that cannot be reached counts as one without the blocks.
+        The call does not count as a use of the blocks.
         """
         self._check(keys)
         tiers: list[Tier | None] = [None] * len(keys)
@@ -232,8 +229,8 @@ class KVCachePool:
     # -- what becomes of blocks -------------------------------------------------------------------
 
     def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
-        """Pin these blocks in DRAM for `ttl_s`. A soft pin holds as long as other blocks can be evicted, a
-        `hard` one always.
+        """Pin these blocks in DRAM for `ttl_s` seconds. A soft pin holds as long as other blocks can be
+        evicted, a `hard` one always.
 
         Pins outlive this client. A soft pin does not replace a hard one. Returns the number of pinned copies.
         Raises PoolError when hard pins would take more than half of a pool.
@@ -280,7 +277,8 @@ class KVCachePool:
 
         The copies are on as many hosts as possible. Bytes go from messenger to messenger.
 
-        Raises PoolError if that cannot be reached. The message says how many copies there are now, and why.
+        Raises PoolError if that number cannot be reached. The message says how many copies there are now, and
+        why.
         """
         self._check([key])
         return change_replica(self._backends.all, key, num_replicas)
@@ -291,7 +289,7 @@ class KVCachePool:
         """Return the statistics of every pool that answers, by instance name.
 
         `check_integrity`: check every page now, which blocks the pool meanwhile. By default `integrity` and
-        `num_orphaned` are those of the pool's latest check, which it makes when idle.
+        `num_orphaned` are those of the latest check, which a pool makes when it is idle.
         """
         self._check([])
 

@@ -45,9 +45,9 @@ def clusters() -> list[Cluster]:
 
 
 def pools_of(name: str | None) -> list[str]:
-    """Return the addresses of the pools of the cluster with this name; None: of the only cluster.
+    """Return the addresses of the pools of the cluster with this name; with None, of the only cluster.
 
-    Raises PoolError if there is none, ConfigError if several may be meant.
+    Raises PoolError if no cluster runs here, ConfigError if none has this name or several may be meant.
     """
     found = clusters()
     if not found:

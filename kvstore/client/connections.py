@@ -57,7 +57,7 @@ The function returns the xxh3-64 of every layer, `[block][layer]`, and may wait 
 _WRITTEN_BYTES = 1 << 20
 """Bytes of written layers after which a put commits them."""
 _COMMIT_BYTES = 1 << 17
-"""Bytes of checksums in one message at most."""
+"""The most bytes of checksums in one message."""
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
@@ -105,9 +105,9 @@ def key_for(urls: Sequence[PoolURL], key_file: Path | str | None) -> ClusterKey 
 class PoolConnection(ABC):
     """A client's session with a pool. `call`, and the methods that use it, are for one thread at a time.
 
-    Raises ConnectionError if the pool is gone, and TimeoutError if it is silent for too long. Only `close` is
-    allowed after these errors. Errors of `mooncake.errors` are answers of the pool, and the connection stays
-    usable.
+    Methods raise ConnectionError if the pool is gone, and TimeoutError if it is silent for too long. Only
+    `close` is allowed after these errors. Errors of `mooncake.errors` are answers of the pool, and the
+    connection stays usable.
     """
 
     address: MessengerAddress
@@ -147,7 +147,7 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def notify(self, message: RemoteCall | Notice) -> None:
-        """Send a message that has no answer. Raises PoolError if the message is too large."""
+        """Send a message without waiting for an answer. Raises PoolError if the message is too large."""
 
     @abstractmethod
     def _receive(self) -> FromRemotePool:
@@ -183,7 +183,7 @@ class PoolConnection(ABC):
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
         """Copy `layers` of each block that this pool has intact.
 
-        Returns which ones; the buffers of others may have changed.
+        Returns for each block whether it was copied; otherwise its buffer may have changed.
         """
         is_there: list[bool] = []
         for part in self.parts(len(keys)):
@@ -192,7 +192,10 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        """Copy a part of the blocks that does not lease too much of a small pool. Returns as `get`."""
+        """Copy a part of the blocks, so few that their lease does not take too much of a small pool.
+
+        Returns what `get` returns.
+        """
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
@@ -213,11 +216,10 @@ class PoolConnection(ABC):
         return (range(start, min(start + stride, num_layers)) for start in range(0, num_layers, stride))
 
     def reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
-        """Return a reservation with a page for each key, leased or reserved.
+        """Return a reservation with a page for each key: that of the sealed block, or one to write.
 
-        Waits up to `timeout_s` seconds for pages.
-
-        Raises PoolFullError, or PoolError if there will never be room.
+        Waits up to `timeout_s` seconds for pages. Raises PoolFullError, or PoolError if there will never be
+        room.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -22,7 +22,7 @@ class Lease:
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
         self.blocks: list[memoryview | None] = [None] * len(keys)
-        """Read-only views of whole blocks; None for those that are not there."""
+        """Read-only views of whole blocks; None for blocks that were not found."""
         self._keys = keys
         self._pages: dict[int, tuple[MappedConnection, int, int]] = {}
         """Place of each block: connection, page and generation."""

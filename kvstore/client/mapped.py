@@ -41,7 +41,7 @@ _COPY_LEASE_S = 30.0
 _TRIES = 40
 """Attempts to receive an answer before the thread sleeps."""
 _POPULATED_BYTES = 64 * 1024
-"""Bytes from which on a page is mapped by one call, rather than by a fault every 4 KiB."""
+"""Size from which on a page is mapped by one call, rather than by a fault every 4 KiB."""
 
 
 class Mapping:
@@ -98,8 +98,7 @@ class MappedConnection(PoolConnection):
     ) -> "MappedConnection":
         """Connect to the pool at `url`, and map its segment, unless `known` maps it already.
 
-        Raises OSError if nothing answers or no descriptor is left, else the error with which the pool
-        refuses.
+        Raises OSError if nothing answers or no descriptor is left, or the error with which the pool refuses.
         """
         assert url.unix_path is not None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -182,7 +181,7 @@ class MappedConnection(PoolConnection):
     # -- blocks -----------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Leased:
-        """Lease these blocks, which stay in their pages for `ttl_s` seconds."""
+        """Lease these blocks: those that the pool has stay in their pages for `ttl_s` seconds."""
         return self.call(LeaseBlocks(self.next_id(), list(keys), ttl_s), Leased)
 
     def end_lease(self, lease_id: int) -> None:

@@ -34,7 +34,7 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A pool that answers, with what it has of the block."""
+    """A pool that answers, and whether it has a copy of the block."""
 
     backend: Backend
     address: MessengerAddress

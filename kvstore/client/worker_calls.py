@@ -22,7 +22,7 @@ from mooncake.errors import PoolError
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _ADVICE = "this worker and its messenger's pool must agree"
 _ANSWER_TIMEOUT_S = 10.0
-"""Seconds within which a working messenger must answer calls that need no waiting."""
+"""Seconds within which a working messenger must answer a call that does not wait for other users."""
 _RETRY_S = 0.02
 """Seconds between two attempts to connect to a messenger that does not listen yet."""
 Expected = TypeVar("Expected", bound=Answer)
@@ -49,10 +49,10 @@ class WorkerCalls:
 
     @classmethod
     async def attach(cls, socket_path: str, attach: Attach) -> tuple["WorkerCalls", Attached, Segment]:
-        """Return a connection to the messenger at `socket_path`, as soon as it listens, its first answer, and
-        the mapped segment.
+        """Wait until the messenger at `socket_path` listens, and attach to it.
 
-        Raises ConnectionError if the messenger ends before it answers, else the error with which it refuses.
+        Returns the connection, the messenger's first answer, and the mapped segment. Raises ConnectionError
+        if the messenger ends before it answers, or the error with which it refuses.
         """
         sock = await _connected(socket_path)
         try:

@@ -1,8 +1,9 @@
 """The worker's end of its messenger: the pool as an asyncio client, and the segment mapped beside it.
 
 A lost messenger is not hidden: pending calls raise PoolError, `closed` is set, and the worker connects
-again with a new client. Before that it must have stopped writing to pages it had reserved through the
-old one: the new messenger keeps them quarantined until the worker has attached again, and frees them then.
+again with a new client. Before that the worker must have stopped writing to pages that it had reserved
+through the old client: the new messenger keeps these pages quarantined until the worker has attached again,
+and then frees them.
 
 Owns: a worker's calls, the mapped segment. Does not know: what the worker computes.
 """
@@ -60,11 +61,11 @@ _SERIAL = 0
 """The serial of the worker's session: a process has at most one worker, and its clients are numbered from
 1."""
 _KEYS_PER_MESSAGE = 1 << 12
-"""Keys in one report of the engine's blocks at most; longer reports are split."""
+"""The most keys in one report of the engine's blocks; longer reports are split."""
 _TOKEN_BYTES = 1 << 17
-"""Bytes of token ids in one message at most; longer lists are split."""
+"""The most bytes of token ids in one message; longer lists are split."""
 _COMMIT_BYTES = 1 << 17
-"""Bytes of checksums in one commit message at most; larger commits are split."""
+"""The most bytes of checksums in one commit message; larger commits are split."""
 
 
 class WorkerClient:
@@ -96,8 +97,8 @@ class WorkerClient:
         """Return a client attached to the messenger at `socket_path`, after waiting until the messenger
         listens.
 
-        Raises MismatchError if its pool belongs to another model or layout, PoolError if it does not
-        answer within `timeout_s` or serves a live worker already.
+        Raises MismatchError if the messenger's pool belongs to another model or layout, PoolError if the
+        messenger does not answer within `timeout_s` or serves a live worker already.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -117,9 +118,9 @@ class WorkerClient:
     async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> Reservation:
         """Reserve pages for `keys`, and `num_private` pages without a key. Sealed blocks keep their pages.
 
-        The pages count to the `tenant`'s share of the pool; empty: to nobody's.
-        All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError if
-        there never will be. A cancelled call leaves nothing reserved.
+        The pages count towards the `tenant`'s share of the pool; an empty name stands for no tenant. Without
+        room for all pages none is reserved: raises PoolFullError if there is no room now (see
+        `wait_for_space`), PoolError if there never will be. A cancelled call leaves nothing reserved.
         """
         call = ReservePages(self._calls.new_id(), list(keys), num_private, tenant)
         reserving = self._spawn(self._calls.ask(call, Reservation))
@@ -130,7 +131,7 @@ class WorkerClient:
             raise
 
     async def has_all(self, keys: Sequence[BlockKey]) -> bool:
-        """Return whether the pool has all these blocks, in any tier. Does not count as a use."""
+        """Return whether the pool has all these blocks, in any tier. The call does not count as a use."""
         return all((await self._calls.ask(Lookup(self._calls.new_id(), list(keys)), Located)).locations)
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> None:
@@ -138,7 +139,8 @@ class WorkerClient:
         await self._calls.send(Prefetch(list(keys)))
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
-        """Set soft pins for `ttl_s` seconds on the `keys` that the pool has. Returns their number."""
+        """Set soft pins for `ttl_s` seconds on the blocks of `keys` that the pool has. Returns the number of
+        these blocks."""
         call = PinBlocks(self._calls.new_id(), list(keys), ttl_s, hard=False)
         return (await self._calls.ask(call, Count)).num_blocks
 
@@ -147,7 +149,7 @@ class WorkerClient:
         await self._calls.ask(UnpinBlocks(self._calls.new_id(), list(keys), hard=False), Count)
 
     async def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Remove the `keys` that are neither in use nor pinned from every tier."""
+        """Remove from every tier the blocks of `keys` that are neither in use nor pinned."""
         await self._calls.send(DropIdle(list(keys)))
 
     async def report_device(self, keys: Sequence[BlockKey], *, is_stored: bool) -> None:
@@ -211,16 +213,14 @@ class WorkerClient:
     # -- transfers --------------------------------------------------------------------------------
 
     async def grant(self, reservation_id: int) -> Grant:
-        """Open the unsealed pages of this reservation to remote writes, for a decode."""
+        """Open the unsealed pages of this reservation to remote writes, as a decode instance does."""
         return (await self._calls.ask(OpenGrant(self._calls.new_id(), reservation_id), Granted)).grant
 
     async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
-        """Start to send the granted blocks of this reservation, for a prefill.
+        """Start to send the granted blocks of this reservation, as a prefill instance does.
 
-        The blocks go to `grant.messenger`, and those of `grant.others` to their messengers.
-
-        Blocks that are sealed go at once, other layers as they are committed. `ref_text` names the
-        request in logs.
+        The blocks go to `grant.messenger`, and to the messenger of each grant in `grant.others`. Blocks that
+        are sealed go at once, other layers as they are committed. `ref_text` names the request in logs.
         """
         await self._calls.ask(StartSend(self._calls.new_id(), reservation_id, grant, ref_text), Done)
 
@@ -238,11 +238,12 @@ class WorkerClient:
         """Fetch `blocks` (indices) of this reservation from the pools of `sources`, layer by layer.
 
         `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first
-        `num_blocks` of them are there; and, several times a second, while a part of the next layers arrives.
+        `num_blocks` blocks have arrived; and, several times a second, while a part of the next layers
+        arrives.
 
         Returns for each block the number of layers that have arrived, and its page, which may be a new one.
-        Until then the caller may write only blocks that the fetch has given up. A source that fails is no
-        error.
+        Before the call returns, the caller may write only blocks that the fetch has given up. A source that
+        fails is no error.
         """
         call = FetchBlocks(self._calls.new_id(), reservation_id, list(sources), list(blocks))
         answer = await self._calls.ask(call, Fetched, on_layers)
@@ -266,12 +267,12 @@ class WorkerClient:
     async def verify(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Have these blocks compared with their checksums, in every tier.
 
-        Returns the keys that had to be dropped.
+        Returns the keys of blocks of which a damaged copy was dropped.
         """
         return (await self._calls.ask(VerifyBlocks(self._calls.new_id(), list(keys)), Verified)).damaged
 
     async def wait_arrived(self, reservation_id: int) -> None:
-        """Wait until all granted pages are complete and verified, for a decode.
+        """Wait until all granted pages are complete and verified, as a decode instance does.
 
         Raises TransferError if a sender's connection was lost, sent damaged bytes or gave up before.
         A sender that never connects is not noticed here: the caller has a deadline.
@@ -283,7 +284,7 @@ class WorkerClient:
     async def stats(self, check_integrity: bool = False) -> PoolStats:
         """Return the pool's counters.
 
-        `check_integrity` also looks at every page, which takes time in a large pool.
+        `check_integrity`: check every page before, which takes time in a large pool.
         """
         return (await self._calls.ask(GetStats(self._calls.new_id(), check_integrity), Stats)).stats
 

@@ -1,9 +1,10 @@
 """LMCache's second tier in the KVCache pool: a plugin for its `L2AdapterInterface` (version 0.5.6).
 
-LMCache names and fills its objects itself, so a block of this pool is one of its objects, as it is. Such a
-pool is LMCache's own: it refuses blocks of our workers and of vLLM's connector, as theirs refuse LMCache's.
+LMCache names and fills its objects itself, so a block of the pool is one unchanged object of LMCache. Such a
+pool is LMCache's own: it refuses our workers and vLLM's connector, whose pools refuse LMCache.
 
-Owns: calls of LMCache as calls of the client; their threads. Does not know: LMCache's first tier, pools.
+Owns: the translation of LMCache's calls to calls of the client, their threads. Does not know: LMCache's first
+tier, pools.
 """
 
 import hashlib
@@ -156,7 +157,8 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
             self._answer(task, keys, found, self._looked_up)
 
     def _lease(self, pool: KVCachePool, keys: list[BlockKey]) -> list[bool]:
-        """Return which blocks are stored, and lease those on this host."""
+        """Lease the blocks that pools on this host have, and return for each block whether any pool has
+        it."""
         if not self._pools.has_local:
             return [tier is not None for tier in pool.exists(keys)]
         shared = _SharedLease(pool.lease(keys, _LOCK_S))
@@ -223,7 +225,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
 
 
 class _SharedLease:
-    """A lease of several blocks, which ends when the last of them is unlocked."""
+    """A lease of several blocks, ended when the last of these blocks is unlocked."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease

@@ -26,7 +26,7 @@ SMALL_BYTES = 64 * 1024
 
 _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
-"""The most bytes that are received behind a header at once: enough for small messages, and little to copy of a
+"""The most bytes that are received together with a header: enough for small messages, and few to copy of a
 large payload."""
 _encoder = msgspec.msgpack.Encoder()
 

@@ -86,8 +86,8 @@ class Mover:
         self._promotions: dict[BlockKey, _Promotion] = {}
         self._wake = asyncio.Event()
         self._line = asyncio.Lock()
-        """Lock under which a request collects pages until it has enough: two requests at a time would wait
-        for each other."""
+        """Lock under which a request collects pages until it has enough: two requests that collect at the
+        same time would wait for each other."""
         self.num_promotions = 0
 
     def wake(self) -> None:

@@ -1,6 +1,6 @@
 """Checks of TLS between messengers: whether the files of this node go together, and are good now.
 
-Owns: these checks. Does not know: what others have.
+Owns: these checks. Does not know: the certificates of other nodes.
 """
 
 import time

@@ -92,7 +92,7 @@ def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
 
 
 def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file: Path | None) -> list[Check]:
-    """Return all checks, those on which others depend first."""
+    """Return all checks. Checks on which others depend come first."""
     sources = sorted(SOURCES.glob("*.cpp"))
     here = [
         Check("python", partial(host.python, machine)),
@@ -190,9 +190,9 @@ async def _rdma_cards(settings: MessengerConfig) -> Cards:
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:
-    """Return the ports that the transport can use, and reasons against the others.
+    """Return the ports that the transport can use, and the reasons why it cannot use others.
 
-    Imported only when there are devices.
+    The transport is imported only when there are devices.
     """
     from messenger.rdma.devices import find_devices
 

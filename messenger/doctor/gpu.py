@@ -60,7 +60,7 @@ def peer_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def nearest_nics(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Yield the finding that says which NICs transfers use from where: RDMA devices if there are any.
+    """Yield the finding that says which NICs transfers use for which memory: RDMA devices if there are any.
 
     Raises ConfigError for an invalid configured matrix.
     """

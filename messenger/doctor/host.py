@@ -20,9 +20,9 @@ MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
 """Descriptors that a process has open beside those of its requests."""
 _LARGE_POOL_BYTES = 8 << 30
-"""Bytes of a pool from which on the check advises huge pages."""
+"""Size of a pool from which on the check advises huge pages."""
 _LONGEST_REASON = 300
-"""Characters of a compiler's message that are shown at most."""
+"""The most characters of a compiler's message that are shown."""
 _SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies")
 
 

@@ -40,7 +40,7 @@ class Machine:
         return read_line(self.root / path)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder; nothing if it is missing."""
+        """Return the names in a folder; an empty list if it is missing."""
         try:
             return sorted(os.listdir(self.root / folder))
         except OSError:

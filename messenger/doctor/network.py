@@ -123,7 +123,7 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
 
 
 def _trouble(machine: Machine, host: str, *, is_alone: bool, is_own: bool) -> tuple[Level, str] | None:
-    """Return why other nodes cannot use an address; None if they can, or there are none.
+    """Return why other nodes cannot use an address; None if they can, or if there are no other nodes.
 
     `is_own`: whether the address has to be one of this machine's.
     """

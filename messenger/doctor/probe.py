@@ -1,6 +1,6 @@
 """A client that examines another messenger from outside: its identity, and the bandwidth to it.
 
-Owns: that connection. Does not know: KVCache.
+Owns: connections that only probe. Does not know: KVCache.
 """
 
 import asyncio

@@ -119,7 +119,7 @@ def verbs(
 ) -> Iterator[Finding]:
     """Yield findings about the ports that the transport itself can use.
 
-    `find` returns their descriptions, and the reasons against others.
+    `find` returns the descriptions of these ports, and the reasons why others cannot be used.
     """
     if not machine.names(DEVICES):
         return

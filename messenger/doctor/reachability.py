@@ -16,7 +16,7 @@ from messenger.doctor.machine import Machine
 from mooncake.errors import ConfigError, MooncakeError
 
 NUM_CONNECTS = 5
-"""Number of connections for the median time."""
+"""The number of connections whose median time is reported."""
 CONNECT_TIMEOUT_S = 1.5
 """Seconds for one connection: a lost first packet is sent again after one second."""
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -26,7 +26,7 @@ BANDWIDTH_TIMEOUT_S = 10.0
 FIRST_BYTES = 8 << 20
 """Bytes of the first measurement, whose result sets the size of the second."""
 MOST_BYTES = 1 << 30
-"""Bytes of a measurement at most."""
+"""The most bytes of a measurement."""
 _MEASURED_S = 0.5
 """Seconds that a path's second measurement should take."""
 _USUAL_MTU = 1500

@@ -47,12 +47,10 @@ class Adapter:
         self._dmabufs: list[RdmaMemory] = []
 
     def register(self, buffer: memoryview) -> RdmaMemory:
-        """Return writable memory, registered.
+        """Register writable memory, and return the registration. Raises RdmaUnavailableError.
 
-        Its remote key opens nothing, as peers reach memory only by grants (`windows`).
-
-        The same range is registered once. The buffer cannot be unmapped before `close`. Raises
-        RdmaUnavailableError.
+        Its remote key opens nothing, as peers reach memory only by ranges that are opened to them
+        (`windows`). The same range is registered once. The buffer cannot be unmapped before `close`.
         """
         pin = c_char.from_buffer(buffer)
         place = addressof(pin), buffer.nbytes
@@ -64,9 +62,10 @@ class Adapter:
         return memory
 
     def register_dmabuf(self, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-        """Return device memory that `fd` (a dma-buf) exports, registered. Its addresses begin at `offset`.
+        """Register device memory that `fd` (a dma-buf) exports, and return the registration.
 
-        Raises RdmaUnavailableError if card or driver cannot. Then a pinned staging buffer is needed.
+        The memory's addresses begin at `offset`. Raises RdmaUnavailableError if card or driver do not support
+        this. Then a pinned staging buffer is needed.
         """
         memory = register_dmabuf(self.domain, str(self.device), fd, offset, size_bytes)
         self._dmabufs.append(memory)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device with the registered segment, of which only grants are open to peers, and with scratch
+    """A device with the registered segment, of which only single ranges are opened to peers, and with scratch
     memory."""
 
     adapter: Adapter
@@ -88,8 +88,8 @@ class Cards:
     async def register(self, segment: memoryview) -> None:
         """Register the segment with all devices, until the process ends.
 
-        A device that fails to register it is not used. Raises ConfigError if RDMA is demanded and all devices
-        fail.
+        A device that fails to register the segment is not used. Raises ConfigError if RDMA is demanded and
+        all devices fail.
         """
         loop, reasons = asyncio.get_running_loop(), []
         for name, adapter in list(self._adapters.items()):
@@ -111,7 +111,7 @@ class Cards:
         return self._cards[name]
 
     async def answering(self, remote: EndpointInfo) -> Card:
-        """Return a card for a peer's queue pair: on its network if one is, else in turn.
+        """Return a card for a peer's queue pair: one on the peer's network if there is one, several in turn.
 
         Raises TransferError.
         """
@@ -158,7 +158,8 @@ def open_cards(settings: MessengerConfig) -> Cards:
 
 
 def _open(names: Sequence[str], gid_index: int | None, reasons: list[str]) -> list[Adapter]:
-    """Return the opened devices, and append to `reasons` why others are not used."""
+    """Return the devices of these names that could be opened, and append to `reasons` why others are not
+    used."""
     found = find_devices(names, gid_index)
     reasons += found.reasons
     adapters = []

@@ -64,7 +64,7 @@ class RdmaDevice(msgspec.Struct, frozen=True):
 
 
 class FoundDevices(NamedTuple):
-    """Usable devices, and `reasons` against others, or why there are none, to be logged once."""
+    """Usable devices, and the `reasons` why others are not, or why there are none. To be logged once."""
 
     devices: list[RdmaDevice]
     reasons: list[str]
@@ -105,7 +105,7 @@ def find_devices(names: Collection[str] | None = None, gid_index: int | None = N
 def choose_gid(link_layer: LinkLayer, entries: Sequence[GidEntry]) -> GidEntry | None:
     """Return the address to use; None without one.
 
-    Over Ethernet only RoCEv2 addresses count; IPv4 is preferred, link-local ones come last.
+    Over Ethernet only RoCEv2 addresses count: IPv4 addresses first, link-local ones last.
     """
     if link_layer is LinkLayer.INFINIBAND:
         return min(entries, key=lambda entry: entry.gid_index, default=None)

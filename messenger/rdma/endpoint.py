@@ -32,19 +32,20 @@ from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 log = logging.getLogger(__name__)
 
 MAX_BYTES_IN_FLIGHT: Final = 8 << 20
-"""Bytes that the device has in flight at most, as a small transfer waits behind them."""
+"""The bytes in flight on the device from which on no further chain is posted: a small transfer waits behind
+them."""
 _QUEUE_DEPTH: Final = 128
-"""Work requests that the device holds at most."""
+"""The most work requests that the device holds."""
 _MAX_READS: Final = 16
-"""Reads that the card serves at once in one direction of a queue pair."""
+"""The most reads that the card serves at once in one direction of a queue pair."""
 _NUM_RETRIES: Final = 6
-"""Retries after no answer. (Soft-RoCE takes 7 for infinity.)"""
+"""The number of retries of a request without an answer. (Soft-RoCE takes 7 for infinity.)"""
 _DEAD_PEER_S: Final = 1.0
 """Seconds without an answer after which a peer counts as dead, as precisely as the device can time it."""
 _RNR_DELAY_CODE: Final = 12
 """The verbs' code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
 _HOP_LIMIT: Final = 64
-"""Routers that a packet may pass, the kernel's default for IP."""
+"""The most routers that a packet may pass: the kernel's default for IP."""
 _MTU_CODES: Final = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # enum ibv_mtu
 _RELIABLE_CONNECTION: Final = 2  # enum ibv_qp_type
 
@@ -98,7 +99,7 @@ class _Transfer:
 class Endpoint:
     """A queue pair, to be connected before use.
 
-    After a `failure` it stays broken; both sides must make a new one.
+    After a `failure` the queue pair stays broken; both sides must make a new one.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class Endpoint:
         self._num_free = min(_QUEUE_DEPTH, adapter.max_work_requests)
         self._bytes_in_flight = 0
         self._waiting: deque[_Call] = deque()
-        """Transfers with requests left to post, served in turn."""
+        """Calls with requests left to post, served in turn."""
         self._chains: deque[tuple[_Call, int, int]] = deque()
-        """Posted chains, in order: transfer, number of requests, number of bytes."""
+        """Posted chains, in order: the call, the number of requests, the number of bytes."""
         self._open()
 
     def local_info(self) -> EndpointInfo:
@@ -313,7 +314,7 @@ class Endpoint:
             call.done.set_result(None)
 
     def _cancel(self, call: _Call) -> None:
-        """Post no more chains of a transfer, which is done when its posted chains are."""
+        """Post no more chains of a call. The call is done when its posted chains have completed."""
         if call.done.done():
             return
         call.is_cancelled = True
@@ -325,7 +326,7 @@ class Endpoint:
     def _fail(self, error: RdmaError, cause: _Call | None = None) -> None:
         """End all calls with errors.
 
-        A refusal of the call `cause` does not mean that the others would be refused.
+        A refusal of the call `cause` does not mean that the other calls would be refused.
         """
         if self.failure is not None:
             return

@@ -24,7 +24,7 @@ OPEN: Final = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
 
 @dataclass(slots=True)
 class RdmaMemory:
-    """A registered memory range. Remote ranges are counted from `address`.
+    """A registered memory range, whose addresses for peers begin at `address`.
 
     The `remote_key` of open memory gives any peer with a connected queue pair access to all of it, so only
     trusted peers may get it.
@@ -44,7 +44,7 @@ class RdmaMemory:
 
 
 def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, rights: int) -> RdmaMemory:
-    """Return the registered `size_bytes` from `pin` on. Raises RdmaUnavailableError with the remedy."""
+    """Register `size_bytes` bytes from `pin` on. Raises RdmaUnavailableError with the remedy."""
     verbs = load_verbs()
     try:
         region = verbs.mr.MR(domain, size_bytes, rights, address=addressof(pin))
@@ -56,8 +56,7 @@ def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, right
 
 
 def register_dmabuf(domain: Any, device: str, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-    """Return the registered range of a dma-buf; its addresses begin at `offset`. Raises
-    RdmaUnavailableError."""
+    """Register a range of a dma-buf; its addresses begin at `offset`. Raises RdmaUnavailableError."""
     verbs = load_verbs()
     try:
         region = verbs.mr.DmaBufMR(domain, size_bytes, OPEN, dmabuf=fd, offset=offset)

@@ -16,7 +16,7 @@ _SIOCGIFNETMASK: Final = 0x891B
 _IFREQ: Final = struct.Struct("16sHH4s16x")  # name, then a sockaddr_in
 _IF_INET6: Final = Path("/proc/net/if_inet6")
 _SUBNET_BITS: Final = 64
-"""Bits of an InfiniBand address that are its subnet."""
+"""The number of leading bits of an InfiniBand address that name its subnet."""
 _MAPPED_BITS: Final = 96
 """Bits before the IPv4 address in an IPv4-mapped IPv6 address."""
 
@@ -24,7 +24,7 @@ _MAPPED_BITS: Final = 96
 def network_of(gid: IPv6Address, link_layer: LinkLayer, interface: str | None) -> IPv6Network | None:
     """Return the network of a port's address; None if the kernel does not tell.
 
-    `interface` is its Ethernet interface.
+    `interface` is the name of the port's Ethernet interface; None if it has none.
     """
     if link_layer is LinkLayer.INFINIBAND:
         num_bits: int | None = _SUBNET_BITS

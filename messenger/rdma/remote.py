@@ -37,7 +37,7 @@ class RemotePages:
         return self._endpoint.failure
 
     def close(self) -> None:
-        """Fail all writes, none of whose bytes moves afterwards."""
+        """Fail all writes. No byte of them moves afterwards."""
         self._endpoint.close()
         for transfer_id in list(self._opened):
             self.forget(transfer_id)

@@ -1,10 +1,11 @@
-"""The NICs for each memory location: a matrix of preferred and secondary ones, read from sysfs.
+"""The NICs for each memory location: a matrix of preferred and secondary NICs, read from sysfs.
 
     {"cpu:0": [["mlx5_0"], ["mlx5_1"]], "cuda:0": [["mlx5_1"], ["mlx5_0"]]}
 
-`cpu:N` is the memory of NUMA node N, `cuda:N` that of a GPU. The first list has the nearest NICs: for a GPU
-those behind the same PCIe switch or root port, else those of its NUMA node; for a node its own. If no NIC is
-near, or the firmware does not tell nodes, all NICs count as equally near and are preferred.
+`cpu:N` is the memory of NUMA node N, `cuda:N` the memory of a GPU. The first list has the nearest NICs: for a
+GPU the NICs behind the same PCIe switch or root port, else the NICs of its NUMA node; for a node its own
+NICs. If no NIC is near, or the firmware does not tell nodes, all NICs count as equally near and are
+preferred.
 
 Owns: distances, the matrix, its form as JSON. Does not know: connections, which NIC has failed.
 """
@@ -77,8 +78,8 @@ class Topology:
     ) -> "Topology":
         """Return the matrix of this machine. Without NICs all of its lists are empty.
 
-        CUDA_VISIBLE_DEVICES in `environ` counts if it is numeric. Ethernet interfaces that
-        are much slower than the fastest one are secondary, wherever they are.
+        CUDA_VISIBLE_DEVICES in `environ` counts if it is numeric. Ethernet interfaces that are much slower
+        than the fastest one are secondary, wherever they are.
         """
         nics = find_nics(kind, sys_root)
         fastest_mbps = max((nic.speed_mbps or 0 for nic in nics), default=0)
@@ -158,8 +159,8 @@ def read_line(path: Path) -> str | None:
 
 
 def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: int | None) -> Choice:
-    """Return the NICs, nearest first. Distance: slowness, then switches that are not shared, then the
-    node."""
+    """Return the NICs, nearest first. The distance is slowness first, then switches that are not shared, then
+    another node."""
 
     def distance(nic: Nic) -> tuple[bool, int, bool]:
         return nic.name in slow, -_num_shared(pci_path, nic.pci_path), node is None or nic.numa_node != node
@@ -253,7 +254,8 @@ def _nic(folder: Path) -> Nic:
 
 
 def _numa_node(device: Path) -> int | None:
-    """Return the NUMA node of the PCI device below a device, as of virtio; None if unknown."""
+    """Return the NUMA node of a device, or of the nearest device above it that has one (the PCI device of a
+    virtio device); None if unknown."""
     place = device.resolve()
     told = (read_line(folder / "numa_node") for folder in (place, *place.parents))
     node = next((line for line in told if line is not None), None)

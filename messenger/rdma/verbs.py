@@ -1,9 +1,10 @@
 """The import of pyverbs, which is part of rdma-core and not of PyPI's usual packages.
 
-Debian and Ubuntu install it for their own Python 3 (package python3-pyverbs). It works in a virtual
-environment of the same Python version, but is not on its path; then it is looked up where they put it.
+Debian and Ubuntu install pyverbs for their own Python 3 (package python3-pyverbs). It also works in a virtual
+environment of the same Python version, where it is not on the path: then it is imported from
+`SYSTEM_PACKAGES`.
 
-Owns: that import. Does not know: devices.
+Owns: the import of pyverbs. Does not know: devices.
 """
 
 import functools

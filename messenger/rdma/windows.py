@@ -35,7 +35,8 @@ class Access(IntFlag):
 
 @dataclass(eq=False, slots=True)
 class OpenRanges:
-    """Ranges that are open to a peer: `remote_keys[i]` for the i-th, at the memory's addresses."""
+    """Ranges that are open to a peer: `remote_keys[i]` is the key of the i-th. Addresses are those of the
+    registered memory."""
 
     remote_keys: list[int]
     openings: list[Any]
@@ -75,8 +76,8 @@ async def open_windows(
 def close_windows(endpoint: Endpoint, opened: OpenRanges) -> None:
     """Close ranges that `open_windows` has opened: their keys open nothing afterwards. Idempotent.
 
-    A peer that still uses them gets an error, which breaks the endpoint. Does nothing when the endpoint is
-    closed.
+    A peer that still uses the ranges gets an error, which breaks the endpoint. Does nothing when the endpoint
+    is closed.
     """
     try:
         for opening in opened.openings:

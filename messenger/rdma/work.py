@@ -2,10 +2,10 @@
 
 Making a work request, a pyverbs object, takes some microseconds, and its memory is not freed automatically.
 So the requests of a chain are made and linked once, and filled in again for every chain: posting copies them
-to the device's queue. A chain of n is the last n of the list, because pyverbs can set the link to the next
-one but not remove it.
+to the device's queue. A chain of n requests is the last n of the list, because pyverbs can set a request's
+link to the next one but cannot remove it.
 
-Owns: cutting and merging slices, those objects. Does not know: queues, completions.
+Owns: cutting and merging slices, reusable work requests. Does not know: queues, completions.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from messenger.transport.transports import Remedy
 Slices = Sequence[tuple[int, int, int]] | npt.NDArray[np.integer[Any]]
 """The slices of an operation: (offset in the local memory, remote address, number of bytes) each."""
 Keys = int | Sequence[int]
-"""The remote key of all slices, or one for each."""
+"""One remote key for all slices, or one for each."""
 
 MAX_PIECE_BYTES: Final = 1 << 20
 MAX_CHAIN: Final = 16

@@ -128,7 +128,7 @@ class IncomingSession:
     def completed(self, grant_id: int) -> None:
         """Close the pages of a complete grant that are open to the sender.
 
-        Its transfers stay open, as a write may be repeated.
+        The transfers to the grant stay open, as a write may be repeated.
         """
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
             self.conceal(transfer_id)

@@ -35,7 +35,7 @@ class _Arrays(Structure):
 
 @functools.cache
 def native() -> CDLL | None:
-    """Return the compiled code; None without a compiler, when readers ask the owner."""
+    """Return the compiled code; None without a compiler: then readers ask the owner."""
     library = load_or_do_without(SOURCES / "catalogue.cpp", "blocks on this host are asked for")
     if library is None:
         return None
@@ -111,10 +111,9 @@ class Catalogue:
         self._native.note_pages(self._address, (c_int64 * len(pages))(*pages), len(pages))
 
     def read(self, fetch: Fetch, views: Sequence[memoryview]) -> dict[int, bytes] | None:
-        """Copy whole layers of each block to its view, and return their checksums by index.
+        """Copy whole layers of each block to its view, and return their checksums by the block's index.
 
-        The bytes match the checksums. Returns None, with
-        undefined views, unless all blocks were there.
+        The bytes match the checksums. Returns None, with undefined views, unless all blocks were there.
         """
         layout, num_layers = self._layout, fetch.layer_end - fetch.layer_begin
         first_layer, num_blocks = fetch.layer_begin - layout.first_layer, len(fetch.keys)

@@ -42,7 +42,7 @@ _LONGEST_PAUSE_S = 0.05
 
 @functools.cache
 def native() -> CDLL | None:
-    """Return the compiled code; None without a compiler, when no copy slot is used."""
+    """Return the compiled code; None without a compiler: then no copy slot is used."""
     library = load_or_do_without(
         SOURCES / "copy_table.cpp", "blocks from this host are copied by who receives them"
     )
@@ -96,10 +96,8 @@ class _Awaited:
 
 
 class CopyTable:
-    """The owner's side of the copy table. No grant is open at first.
-
-    Slots of an earlier life stay taken at first.
-    """
+    """The owner's side of the copy table. At first no grant is open, and slots of an earlier life are
+    taken."""
 
     def __init__(self, library: CDLL, copy_table: memoryview) -> None:
         """Open a table in `copy_table`: COPY_TABLE_BYTES bytes, zeros in a new segment."""
@@ -175,7 +173,7 @@ class CopyTable:
     def leave(self, slot: int) -> None:
         """Record that a lane has ended.
 
-        Its slot becomes free when the process has left it or ended, or has never taken it.
+        Its slot becomes free when its process has left the slot, has ended, or has never occupied the slot.
         """
         self._left.add(slot)
         self._look_soon()

@@ -17,7 +17,8 @@ class SharedPages:
     """The placement of one lane's bytes in the peer's pages. To be ended by `leave` with the lane."""
 
     def __init__(self, segment: memoryview, slot: CopySlot, layout: KVLayout, source: memoryview) -> None:
-        """Take `slot` of the peer's writable `segment`. Its blocks have `layout`, and are sent from `source`.
+        """Take `slot` of the peer's writable `segment`. The peer's blocks have `layout`; bytes come from
+        `source`.
 
         Raises TransferError for a slot outside of the segment, or one that was given up meanwhile.
         """
@@ -46,11 +47,9 @@ class SharedPages:
     def place(self, write: Write, layer_bytes: int, fd: int = -1, word: bytes = b"") -> int | None:
         """Place the bytes of all entries, `layer_bytes` bytes of each layer.
 
-        Returns None unless they are in place and intact.
-
-        The grant must have been open all the time. After None the receiver has to copy the bytes, or to
-        refuse. Otherwise sends `word` over `fd`, if there is one, without blocking, and returns the number of
-        its bytes that were sent.
+        Returns None unless the bytes are in place and intact, and the grant was open all the time: then the
+        receiver has to copy the bytes, or to refuse them. Otherwise sends `word`, if there is any, over `fd`
+        without blocking, and returns the number of its bytes that were sent.
         """
         if layer_bytes <= SHORT_LAYER_BYTES:
             return None
@@ -85,5 +84,5 @@ class SharedPages:
         return None if num_left < 0 else num_left
 
     def leave(self) -> None:
-        """Return the slot to its owner."""
+        """Return the copy slot to its owner."""
         self._native.leave_slot(self._copy_table, self._copy_slot.number)

@@ -46,8 +46,8 @@ class Exposures:
         """Close the pages of a transfer now. Idempotent."""
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """Close the pages of a transfer after `timeout_s` seconds, or before with `conceal`: the peer was told
-        to stop, and may confirm."""
+        """Close the pages of a transfer after `timeout_s` seconds, unless `conceal` does so before: the peer
+        was told to stop, and may confirm that."""
 
     def close(self) -> None:
         """Close everything that is open."""

@@ -39,8 +39,8 @@ _COPYING_SPEED = 2
 _PIECE_BYTES = 1 << 18
 """Bytes received and hashed at a time, while they are in the processor's cache."""
 _SMALL_VIEW_BYTES = 16 << 10
-"""Average size of views below which all of them are received by one system call. Larger views are received one
-by one."""
+"""Average size of views below which all of them are received by one system call. Larger views are received
+one by one."""
 
 
 Number = TypeVar("Number", int, float)

@@ -206,8 +206,8 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
     """A request for layers `[layer_begin, layer_end)`, numbered as in the model, of those of the named blocks
     that the receiver has.
 
-    `heads` are numbered as in `Write`. Unless they are all of the receiver's heads, only one layer can be
-    fetched at a time. `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
+    `heads` are those of `Write`. Unless they are all of the receiver's heads, only one layer can be fetched
+    at a time. `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
     """
 
     keys: list[bytes]

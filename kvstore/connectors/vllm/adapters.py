@@ -20,7 +20,7 @@ class Adapters:
         """Return the digest of a request's adapter: empty without an adapter, None if the request's blocks
         are not shared.
 
-        Blocks are not shared for adapters without files on this host, and for those that are replaced in
+        Blocks are not shared for adapters without files on this host, and for adapters that are replaced in
         place.
         """
         if lora_request is None:

@@ -1,7 +1,7 @@
 """The facts of an engine's KVCache that the pool needs: model, layout, tokens of a page.
 
-Owns: the used keys of vLLM's configuration, and which settings are refused by name. Does not know: pools,
-tensors.
+Owns: which keys of vLLM's configuration are used, and which settings are refused by name. Does not know:
+pools, tensors.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class EngineKV:
 def check_layout(ours: KVLayout, theirs: KVLayout, advice: str) -> None:
     """Check that two layouts differ at most in the block size.
 
-    Raises MismatchError that names the first other field.
+    Raises MismatchError that names the first field in which they differ otherwise.
     """
     for field in _LAYOUT_FIELDS:
         if getattr(ours, field) != getattr(theirs, field):
@@ -129,7 +129,8 @@ def _one_group(groups: Sequence[Any]) -> tuple[Any, list[str]]:
 
 
 def _with_overrides(checkpoint: Checkpoint, overrides: object) -> Checkpoint:
-    """Return the checkpoint with vLLM's overrides of its configuration, which make it another model."""
+    """Return the checkpoint with vLLM's overrides of its configuration: with overrides it is another
+    model."""
     if not overrides:
         return checkpoint
     if not isinstance(overrides, dict):

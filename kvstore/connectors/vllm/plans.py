@@ -13,8 +13,8 @@ from mooncake.messages.blocks import BlockKey
 class PlacedBlock:
     """A block of the pool, and the engine's pages that have its tokens.
 
-    If pages are larger than blocks there is one page, and the block is its part number `part`. Else there are
-    several pages, and `part` is 0; pages that are not to be loaded are None.
+    If pages are larger than blocks, there is one page, and the block is part number `part` of the page. Else
+    `part` is 0, and there may be several pages; pages that are not to be loaded are None.
     """
 
     key: BlockKey
@@ -75,7 +75,7 @@ def place_blocks(
 
     Args:
         keys: The keys of the request's leading blocks.
-        tokens: The tokens to place, whole blocks or whole pages of them; other pages are left out.
+        tokens: The tokens to place: whole blocks, or whole pages. Pages with other tokens are left out.
         pages: The engine's pages of the request, from its first token on.
         block_size: The tokens of a block of the pool.
         page_tokens: The tokens of a page. Either of `block_size` and `page_tokens` is a multiple of the

@@ -24,7 +24,7 @@ ROOT_KEY = "root_key"
 """The key in `kv_transfer_params` of the root key: the parent of a request's first block, in hexadecimal
 digits."""
 _NUM_SEARCHES = 8
-"""Searches that run at the same time at most."""
+"""The most searches that run at the same time."""
 _AT_ONCE_S = 0.02
 """Seconds for which the scheduler waits for a search. Most take less than a millisecond."""
 _LONGEST_SEARCH_S = 3.0
@@ -80,7 +80,7 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """The part of the connector in the scheduler's process, whose methods the scheduler calls."""
+    """The part of the connector in the scheduler's process. The scheduler calls all of its methods."""
 
     def __init__(
         self,

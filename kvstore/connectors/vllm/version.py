@@ -11,7 +11,7 @@ VERSION = "0.32"
 
 
 def check_version(found: str | None = None) -> None:
-    """Check that vLLM, by default the installed one, is of the supported version. Raises MismatchError."""
+    """Check that `found`, by default the installed version of vLLM, is supported. Raises MismatchError."""
     if found is None:
         try:
             found = metadata.version("vllm")

@@ -2,8 +2,8 @@
 requests.
 
 A request that loads is not computed before all of its blocks are in their pages, and no other request finds
-these before. Blocks that cannot be loaded are reported, and computed. A load that takes too long is given up
-and writes no page after that, as the engine may give the pages to other requests.
+these pages before. Blocks that cannot be loaded are reported, and computed. A load that takes too long is
+given up and writes no page after that, as the engine may give the pages to other requests.
 
 Owns: loads in progress, their deadline. Does not know: requests, how blocks are found.
 """
@@ -22,7 +22,7 @@ from mooncake.errors import MooncakeError
 
 _NUM_THREADS = 2
 _GROUP_BYTES = 32 << 20
-"""Bytes of layers that one call copies.
+"""The most bytes of layers that one call copies, unless a single layer of all blocks is more.
 
 Between two calls a load waits for the interpreter, which the engine's loop keeps busy.
 """

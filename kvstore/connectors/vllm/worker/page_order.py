@@ -3,7 +3,7 @@
 The backend writes numbers instead of keys and values, and the page shows where each went. So any fixed order
 is found, such as vectors transposed for the processor, or tokens before or behind heads.
 
-Owns: that measurement. Does not know: the use of the order. Loads torch and vLLM.
+Owns: the measurement. Does not know: the use of the order. Loads torch and vLLM.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def page_order(layer: Any, pages: torch.Tensor) -> Order:
 
     Args:
         layer: vLLM's attention layer with its backend.
-        pages: Its KVCache `[page, kv_head, token, 2 * head_dim]`; nothing is written to it.
+        pages: The layer's KVCache `[page, kv_head, token, 2 * head_dim]`; nothing is written to it.
 
     Raises ConfigError if a page is not just a reordering of keys and values, as with quantised KVCache.
     """

@@ -1,10 +1,11 @@
 """Copies between an engine's pages and blocks of the pool: gathers, for any order of a page's elements.
 
 A layer of a block is `[kv_head][K, V][token][head_dim]`. An attention backend may keep keys transposed or
-packed; `orders` says where each element of a page is. Blocks and pages with different numbers of tokens are
+packed; `Orders` says where each element of a page is. Blocks and pages with different numbers of tokens are
 copied in *pieces*: the tokens that a block and a page have in common.
 
-Owns: the arithmetic of pieces, the copies, checksums of gathered blocks. Does not know: vLLM, threads, when.
+Owns: the arithmetic of pieces, the copies, checksums of gathered blocks. Does not know: vLLM, threads, when
+something is copied.
 """
 
 import functools
@@ -25,7 +26,8 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Orders(NamedTuple):
-    """The orders of n pieces: piece i has `table[rows[i]]` of the contiguous `table` `[row, element]`."""
+    """The orders of n pieces: piece i has the order `table[rows[i]]`; `table` is contiguous
+    `[row, element]`."""
 
     table: Order
     rows: Rows
@@ -118,7 +120,7 @@ class _Pieces:
 def copy_indexed(
     targets: Addresses, target_orders: Orders, sources: Addresses, source_orders: Orders, element_bytes: int
 ) -> None:
-    """Copy pieces: element i of each from offset `source_order[i]` to offset `target_order[i]`.
+    """Copy pieces: element i of a piece goes from offset `source_order[i]` to offset `target_order[i]`.
 
     Other threads run meanwhile, as all pieces are copied by one call.
     """

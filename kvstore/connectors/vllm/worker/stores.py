@@ -26,16 +26,16 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _COLLECT_S = 0.05
-"""Seconds for which a block waits for others, unless its request has finished.
+"""Seconds for which a block waits for further blocks, unless its request has finished.
 
 A call for each step would take too much time.
 """
 _BATCH_BYTES = 16 << 20
-"""Bytes of the blocks in one call at most."""
+"""The most bytes of the blocks in one call."""
 _KEEP_S = 2.0
-"""Seconds for which a finished request keeps its pages at most."""
+"""The most seconds for which a finished request keeps its pages."""
 _KEPT_SHARE = 0.25
-"""The share of the engine's pages that finished requests keep at most. A single request may keep more."""
+"""The largest share of the engine's pages that finished requests keep. A single request may keep more."""
 _ROOM_S = 0.5
 """Seconds for which a store waits for room in the pool."""
 _PAUSE_S = 1.0
@@ -180,9 +180,9 @@ class WorkerStores:
             return self._pages.gather(layers, [blocks[position] for position in positions], targets)
 
     def _next_batch(self) -> list[_Waiting]:
-        """Wait for enough blocks for a call, and return them, with distinct keys.
+        """Wait for enough blocks for a call, and return them: blocks with distinct keys.
 
-        Returns none when no more will come.
+        Returns an empty list when no more will come.
         """
         most = max(1, _BATCH_BYTES // self._pages.layout.block_bytes)
         with self._changed:
@@ -215,7 +215,7 @@ class WorkerStores:
                 self._queue.extendleft(reversed(rest))
 
     def _fail(self, error: MooncakeError) -> None:
-        """Drop all waiting blocks, and those that come in the next `_PAUSE_S` seconds."""
+        """Drop all waiting blocks, and all blocks that come in the next `_PAUSE_S` seconds."""
         with self._changed:
             log.info("%d blocks were not stored: %s", self._num_blocks.total(), error)
             self._incomplete |= {name for name, num in self._num_blocks.items() if num} - self._kept.keys()

@@ -28,7 +28,7 @@ class Memory:
 
 
 class WorkerSide:
-    """The part of the connector in the worker's process, whose methods the engine's thread calls."""
+    """The part of the connector in the worker's process. The engine's thread calls all of its methods."""
 
     def __init__(self, link: PoolLink) -> None:
         self._link = link
