@@ -146,10 +146,10 @@ class KVCachePool:
     ) -> None:
         """Store blocks while they are computed, layer by layer over all blocks.
 
-        `copy(layers, positions, addresses)` copies `layers` of the blocks at these positions of `keys`, each
-        to its address, and returns their xxh3-64, `[block][layer]`. It may wait for the layers. An error that
-        it raises ends the call, and none of these blocks is stored. If a pool is lost, `copy` may be called
-        again from the first layer on. Keys must be distinct. All else is as with `put`.
+        `copy(layers, positions, addresses)` copies `layers` of the blocks at `positions` in `keys`, each to
+        its address, and returns their xxh3-64, `[block][layer]`. `copy` may wait for the layers. An error
+        that it raises ends the call, and none of these blocks is stored. If a pool is lost, `copy` may be
+        called again from the first layer on. Keys must be distinct. All else is as with `put`.
         """
         self._check(keys)
         self._backends.first(lambda connection: connection.put_layers(keys, copy, timeout_s))

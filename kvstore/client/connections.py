@@ -1,7 +1,7 @@
 """A client's connection to a pool: one session, used by one thread at a time.
 
-This is the part that both kinds have in common: `mapped` (Unix socket and shared memory) and `streamed`
-(TCP).
+This module has what both kinds of connection have in common: `mapped` (Unix socket and shared memory) and
+`streamed` (TCP).
 
 Owns: calls and their answers. Does not know: threads, other pools.
 """

@@ -94,8 +94,7 @@ class WorkerClient:
         layout: KVLayout,
         timeout_s: float = 10.0,
     ) -> "WorkerClient":
-        """Return a client attached to the messenger at `socket_path`, after waiting until the messenger
-        listens.
+        """Wait until the messenger at `socket_path` listens, and return a client that is attached to it.
 
         Raises MismatchError if the messenger's pool belongs to another model or layout, PoolError if the
         messenger does not answer within `timeout_s` or serves a live worker already.

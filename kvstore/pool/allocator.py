@@ -176,7 +176,7 @@ class PageAllocator:
 
     def _chosen(self, idle: Array) -> list[int]:
         """Return the next victims: blocks that neither a tenant's share nor a soft pin protects, or any idle
-        blocks if there are none such."""
+        blocks if all are protected."""
         num_victims = max(1, self.table.num_pages // _VICTIMS_SHARE)
         num_disposable = self.shares.num_disposable(np.flatnonzero(self.table.states != FREE))
         if num_disposable is not None:

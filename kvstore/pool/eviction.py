@@ -1,8 +1,8 @@
 """Order of eviction: the three policies of Mooncake's Table 1, as one number a page.
 
-LRU          the one not used for the longest time
-LFU          the one used least often; of those, the one not used for the longest time
-LengthAware  the one used least often; of those, the one furthest from the start of its prompt
+LRU          the block that was not used for the longest time
+LFU          the block used least often; of equals, the block that was not used for the longest time
+LengthAware  the block used least often; of equals, the block furthest from the start of its prompt
 
 Softly pinned blocks are evicted after all others. Which tenants' blocks are evicted first is decided in
 `shares`, not here. Choosing costs one pass over the candidates, so callers choose many blocks at a time.

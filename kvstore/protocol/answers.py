@@ -134,7 +134,7 @@ class Verified(msgspec.Struct, tag=True, frozen=True):
 class GotBlocks(msgspec.Struct, tag=True, frozen=True):
     """The answer to `GetBlocks`. The layers of the `found` blocks follow it, in order.
 
-    `checksums` are those of these layers, in the order of `PutBlocks`.
+    `checksums`: those of the layers that follow, in the order of `PutBlocks`.
     """
 
     call_id: int

@@ -83,8 +83,8 @@ class FrameBuffer:
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Return the memory for the missing ones of `num_bytes` bytes, and for `ahead_bytes` more; None if no
-        byte is missing."""
+        """Return the memory in which to receive until `num_bytes` bytes are held, with room for `ahead_bytes`
+        more; None if as many are held already."""
         missing = num_bytes - (self._end - self._begin)
         if missing <= 0:
             return None

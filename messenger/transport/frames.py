@@ -13,7 +13,7 @@ from messenger.wire.protocol import Frame, FrameReader, Side
 class Frames:
     """The frames that arrive on one side of a connection.
 
-    Raises ConnectionError when the connection ends, TransferError for a peer that does not speak the
+    Methods raise ConnectionError when the connection ends, TransferError for a peer that does not speak the
     protocol.
     """
 

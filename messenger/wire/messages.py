@@ -12,16 +12,16 @@ them.
     Open(transfer, grant)          ->                     from now on my loss is that grant's failure
     Write(transfer, heads, ...)    ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
-    Close(transfer, reason)        ->                     done, or given up: it has stopped to write
+    Close(transfer, reason)        ->                     done, or given up: the sender has stopped writing
                                    <-     TransferEnded   the receiver gave it up, and waits for Close
     Fetch(keys, layers, heads)     ->                     read blocks, if they are there
                                    <-     Found           one per Fetch, in their order, bytes as in Write
     FetchDone(damaged)             ->                     the oldest Found has been read: release it
     Abandon(lane)                  ->                     forget that lane: what was on it comes again here
-    Write(..., is_placed)          ->                     over shared memory, the bytes are in their pages
-    Fetch(..., is_read)            ->                     over shared memory, they have been read: no answer
-    Expose(transfer, grant)        ->                     over RDMA: open its pages to this queue pair
-                                   <-     Exposed         where they are; closed again with the transfer
+    Write(..., is_placed)          ->                     over shared memory: the bytes are in their pages
+    Fetch(..., is_read)            ->                     over shared memory: blocks were read; no answer
+    Expose(transfer, grant)        ->                     over RDMA: open the grant's pages to this lane
+                                   <-     Exposed         where the pages are; closed with the transfer
     Probe                          ->                     bytes for nobody, to measure a path
                                    <-     WriteAck
 
