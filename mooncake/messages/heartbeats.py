@@ -39,7 +39,7 @@ class DecodeStats(msgspec.Struct, frozen=True):
     """Preemptions by the place of the KVCache during the wait (`PREEMPTED_TO`)."""
     num_refusals: Count = 0
     num_sealed_blocks: Count = 0
-    """Blocks filled while decoding that can be found now."""
+    """Blocks stored for other requests or instances: of answers, inlined prompts, pre-copies."""
     num_unsealed: Count = 0
     """Sequences whose blocks found no room in the pool."""
     num_inlined: Count = 0
@@ -82,7 +82,9 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """The report that a worker is alive, with its load. Answered by `HeartbeatAck`."""
 
     num_running: Count
+    """Requests in the batch."""
     num_waiting: Count
+    """Requests not in the batch, prompts in prefill included."""
     num_free_device_pages: Count
     pools: dict[str, PoolStats]
     """Pool counters by messenger name: one, or one for each stage or rank."""

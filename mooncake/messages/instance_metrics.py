@@ -123,7 +123,10 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
         "mooncake_decode_preemptions", "Sequences that gave way to others, by where their KVCache waited"
     )
     refusals = _counter("mooncake_decode_refusals", "Requests that would have missed the TBT SLO")
-    sealed = _counter("mooncake_decode_sealed_blocks", "Blocks of answers that went to the pool")
+    sealed = _counter(
+        "mooncake_decode_sealed_blocks",
+        "Blocks stored for other requests or instances: of answers, inlined prompts, pre-copies",
+    )
     unsealed = _counter("mooncake_decode_unsealed_answers", "Answers that found no room in the pool")
     prompts = _counter(
         "mooncake_decode_prompts",

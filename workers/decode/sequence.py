@@ -1,4 +1,4 @@
-"""Sequences of the decode batch: tokens, pages, and the test for the end."""
+"""A request at a decode instance: its tokens, pages and times, and whether its output has ended."""
 
 import asyncio
 from collections import Counter
@@ -18,10 +18,12 @@ from workers.execution.draws import rules_of
 class SequenceState(Enum):
     """The states of a sequence in a decode instance.
 
-    NEW ──> WAITING ──> LOADING ──> RUNNING ──> LEAVING ──> OUT        LEAVING from any
+    NEW ──> WAITING ──> LOADING ──> RUNNING ──> LEAVING ──> OUT
      │         ^                       ^                       │
      │         └───────────── preempted sequences ─────────────┘
      └──────────> PREPARED ────────────┘
+
+    LEAVING follows from WAITING, LOADING and PREPARED, too.
     """
 
     NEW = auto()  # prefill has not ended, or its KVCache is in flight
@@ -53,11 +55,11 @@ class CopyTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the decode batch.
+    """A request at a decode instance, from its `Reserve` or `Prepare` order on.
 
     Invariants:
 
-    - `tokens` is the prompt followed by the output, that of earlier attempts included.
+    - `tokens` is the prompt followed by the output, which includes the output of earlier attempts.
     - The newest token has no KVCache yet. Until the first token of an inlined prompt is drawn, only its
       cached and its computed tokens have KVCache.
     - `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING. In other states the KVCache is
@@ -189,11 +191,11 @@ class Sequence:
 
     @property
     def num_tokens_to_plan(self) -> int:
-        """The number of the attempt's initial tokens that no iteration has computed or computes now."""
+        """The number of the attempt's initial tokens that are in no iteration yet and have no KVCache."""
         return max(0, len(self.request.token_ids) - self.next_start)
 
     @property
-    def num_planned_tokens(self) -> int:
+    def num_tokens_with_draw(self) -> int:
         """The number of tokens, including one that is being drawn."""
         return len(self.tokens) + self.draws_in_flight
 
@@ -201,7 +203,7 @@ class Sequence:
     def ends_in_flight(self) -> bool:
         """Whether the token that is being drawn is the last one in any case, because of `max_tokens`."""
         max_tokens = self.request.sampling.max_tokens
-        return self.num_planned_tokens - self.request.num_prompt_tokens >= max_tokens
+        return self.num_tokens_with_draw - self.request.num_prompt_tokens >= max_tokens
 
     @property
     def num_prompt_tokens_left(self) -> int:
@@ -215,13 +217,13 @@ class Sequence:
         return self.has_drawn or self.state is not SequenceState.NEW
 
     def note_left(self) -> None:
-        """Set `left`, as the sequence has left the batch and nothing computes with its pages."""
+        """Set `left` and `prefilled`: the sequence has left the batch, and nothing uses its pages."""
         self.left.set()
         self.prefilled.set()
 
     def num_pages_needed(self, page_size: int) -> int:
         """Return the number of pages for the sequence's KVCache after the next planned iteration."""
-        return -(-self.num_planned_tokens // page_size)
+        return -(-self.num_tokens_with_draw // page_size)
 
     def most_pages(self, page_size: int) -> int:
         """Return the number of pages that the sequence needs if its output reaches `max_tokens`."""
@@ -229,13 +231,13 @@ class Sequence:
 
     @property
     def arrival_s(self) -> float | None:
-        """Seconds for which the sequence waited for its KVCache only; None before it arrived."""
+        """Seconds from the sequence's turn to the arrival of its KVCache; None before the arrival."""
         return None if self.turn_s is None or self.arrived_s is None else self.arrived_s - self.turn_s
 
     @property
     def joining_s(self) -> float | None:
-        """Seconds of the sequence's other waits: for a small enough batch, and after the KVCache had arrived;
-        None before."""
+        """Seconds from the order to decode to the first iteration, less `arrival_s`; None before that
+        iteration."""
         if self.arrival_s is None or self.ordered_s is None or self.joined_s is None:
             return None
         return self.joined_s - self.ordered_s - self.arrival_s
@@ -265,7 +267,7 @@ class Sequence:
 
     @property
     def newest_output(self) -> tuple[str, TokenOutput]:
-        """The newest token as an output, with the endpoint of the request's front."""
+        """The endpoint of the request's front, and the newest token as an output."""
         output = TokenOutput(
             self.ref,
             self.num_output_tokens - 1,

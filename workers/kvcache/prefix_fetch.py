@@ -1,4 +1,4 @@
-"""A fetch as its worker sees it: it brings blocks of a prompt from another instance's pool into its own.
+"""The worker's part in a fetch, which brings blocks of a prompt from another instance's pool into its own.
 
 The messenger reports how many layers have arrived, and that bytes arrive at all; the load thread waits for
 layers. Any failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not
@@ -56,8 +56,9 @@ class PrefixFetch:
         num_tokens = len(indices) * pool.segment.layout.block_size
         self._deadline_s = self.begun_s + _GRACE_S + num_tokens / _SLOW_TOKENS_PER_S
         self._changed = threading.Condition()
-        self._num_blocks = self._num_layers = 0
-        """Layers and blocks, counted from the first, that have arrived; the other blocks never will."""
+        self._num_blocks = self._num_layers_of_all = 0
+        """The number of leading blocks that the holder has, and of leading layers that have arrived of all
+        these. Blocks behind them will not arrive."""
         self._is_over = False
         self._heard = asyncio.Event()
         """Set at each sign of life, and at the end."""
@@ -88,9 +89,8 @@ class PrefixFetch:
     async def ended(self, silence_s: float | None = SILENCE_S) -> None:
         """Wait for the end of the fetch.
 
-        It is stopped if the holder is silent for `silence_s` seconds or takes too long.
-
-        With None the fetch is not stopped.
+        The fetch is stopped if the holder is silent for `silence_s` seconds or takes too long; with None it
+        is not stopped.
         """
         await asyncio.wait([self._fetching], timeout=0)  # by then the messenger has been asked to fetch
         while silence_s is not None and not self._fetching.done():
@@ -104,17 +104,17 @@ class PrefixFetch:
     def await_layer(self, layer: int, num_blocks: int) -> bool:
         """Block the load thread until `layer` of the first `num_blocks` blocks has arrived.
 
-        Returns False if the layer will not arrive, or is not worth waiting for. Then no later layer is
-        either.
+        Returns False if the layer will not arrive, or is not worth waiting for. The same is then true of all
+        later layers.
         """
         with self._changed:
-            while not (self._is_over or self._num_blocks < num_blocks or self._num_layers > layer):
+            while not (self._is_over or self._num_blocks < num_blocks or self._num_layers_of_all > layer):
                 left_s = self._left_s(SILENCE_S)
                 if left_s > 0:
                     self._changed.wait(left_s)
                 else:
                     self._is_over = True
-            return self._num_layers > layer and self._num_blocks >= num_blocks
+            return self._num_layers_of_all > layer and self._num_blocks >= num_blocks
 
     def give_up(self) -> None:
         """Stop waiting for further layers."""
@@ -128,7 +128,7 @@ class PrefixFetch:
 
     @property
     def _is_near(self) -> bool:
-        return self._num_layers > 0 and self._expected_end_s <= self.heard_s + SILENCE_S
+        return self._num_layers_of_all > 0 and self._expected_end_s <= self.heard_s + SILENCE_S
 
     @property
     def _is_too_slow(self) -> bool:
@@ -136,13 +136,13 @@ class PrefixFetch:
 
         The first moments, in which it may connect, do not count.
         """
-        has_pace = self._num_layers > 0 and self.heard_s >= self.begun_s + SILENCE_S
+        has_pace = self._num_layers_of_all > 0 and self.heard_s >= self.begun_s + SILENCE_S
         return has_pace and self._expected_end_s > self._deadline_s
 
     @property
     def _expected_end_s(self) -> float:
         """The time at which the fetch ends at its present pace."""
-        layer_s = (self.heard_s - self.begun_s) / self._num_layers
+        layer_s = (self.heard_s - self.begun_s) / self._num_layers_of_all
         return self.begun_s + layer_s * self._pool.segment.layout.num_layers
 
     async def _run(self) -> None:
@@ -160,7 +160,7 @@ class PrefixFetch:
     def _on_layers(self, num_blocks: int, num_layers: int) -> None:
         self.num_layers[:num_blocks] = [num_layers] * num_blocks
         with self._changed:
-            self._num_blocks, self._num_layers = num_blocks, num_layers
+            self._num_blocks, self._num_layers_of_all = num_blocks, num_layers
             self.heard_s = time.monotonic()
             self._changed.notify_all()
         self._heard.set()

@@ -33,7 +33,8 @@ Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
 class PrefillRunner:
     """A prefill instance's runner. It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
 
-    `stage` ends with `run`. `why_not` returns why no prompt is computed now; empty if prompts are.
+    `run` closes `stage` in the end. `why_not` returns the reason why no prompt can be computed now; empty if
+    prompts can.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class PrefillRunner:
         order."""
         self._ready = asyncio.Event()
         self._unanswered: set[Ref] = set()
-        """Orders of which nothing was told yet."""
-        self.num_waiting = 0
-        """Number of prompts that are here, the running ones included."""
+        """Orders whose result the Conductor has not been told yet."""
+        self.num_prompts = 0
+        """The number of prompts that are here, running or not."""
         self.num_tokens: Counter[str] = Counter()
         """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
         self.seconds = 0.0
-        """Seconds of passes."""
+        """Total seconds of passes."""
 
     def start(self, order: Prefill) -> None:
         """Queue a prompt. `Jobs.cancel` stops its work and releases everything."""
@@ -102,7 +103,7 @@ class PrefillRunner:
     # -- one prompt ---------------------------------------------------------------------------------
 
     async def _serve(self, order: Prefill) -> None:
-        self.num_waiting += 1
+        self.num_prompts += 1
         self._unanswered.add(order.ref)
         try:
             if reason := self._why_not():
@@ -117,7 +118,7 @@ class PrefillRunner:
             self._unanswered.discard(order.ref)
             await self._send(report_of(order.ref, error))
         finally:
-            self.num_waiting -= 1
+            self.num_prompts -= 1
             self._unanswered.discard(order.ref)
 
     async def _prefill(self, order: Prefill) -> None:
@@ -203,7 +204,7 @@ class PrefillRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute_with_cut_ins(self, chunks: Sequence[QueuedChunk]) -> None:
-        """Compute one pass, and let prompts that need not wait for its end cut in."""
+        """Compute one pass; prompts that `plan_cut_in` names are computed between two of its layers."""
         async with asyncio.TaskGroup() as passes:
             running = passes.create_task(self._compute(chunks))
             running.add_done_callback(lambda _: self._ready.set())

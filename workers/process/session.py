@@ -329,7 +329,7 @@ class LeaderSession:
     async def _heartbeat(self, pools: dict[str, PoolStats]) -> Heartbeat:
         return Heartbeat(
             num_running=self._decode.num_running,
-            num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
+            num_waiting=self._prefill.num_prompts + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
             pools=pools | (self._behind.pools if self._behind else {}),
             prefill_s=self._prefill.seconds,

@@ -28,23 +28,23 @@ class VllmPrefill:
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
         self._server, self._pool, self._send = attempts.server, attempts.pool, attempts.send
-        self.num_waiting = 0
-        """Prompts that are here, the running ones included."""
+        self.num_prompts = 0
+        """The number of prompts that are here, running or not."""
         self.num_tokens: Counter[str] = Counter()
         """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
         self.seconds = 0.0
-        """Seconds with a prompt in the engine."""
+        """Total seconds of all prompts in the engine."""
 
     def start(self, order: Prefill) -> None:
         """Begin the prefill of an order as a task."""
         self._attempts.start(order, lambda: self._serve(order))
 
     async def _serve(self, order: Prefill) -> None:
-        self.num_waiting += 1
+        self.num_prompts += 1
         try:
             await self._prefill(order)
         finally:
-            self.num_waiting -= 1
+            self.num_prompts -= 1
 
     async def _prefill(self, order: Prefill) -> None:
         ref, request, grant = order.ref, order.request, order.grant

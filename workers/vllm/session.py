@@ -3,7 +3,8 @@
 Owns: the loop that reads orders, heartbeats. Does not know: how vLLM is started and called.
 """
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, assert_never
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
@@ -11,7 +12,7 @@ from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.heartbeats import DecodeLoad, Heartbeat
 from mooncake.messages.kv_events import KVStored
-from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
+from mooncake.messages.migration import HandOver, PlaceModules, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import SPOKEN, Abort, Decode, Prefill, Register, Reserve, Role, WorkFailed
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 _ENGINE = "vLLM"
+log = logging.getLogger(__name__)
 
 
 class VllmSession:
@@ -126,6 +128,10 @@ class VllmSession:
                     await link.tell(
                         WorkFailed(ref, "requests of vLLM's instances do not move", retryable=True)
                     )
+                case PlaceModules():  # which no heartbeat will confirm
+                    log.warning("modules of vLLM's instances do not move: an order is ignored")
+                case _:
+                    assert_never(message)
 
     async def _tell_cached(self, changes: list[Change]) -> None:
         """Tell the messenger of changes in vLLM's own prefix cache."""
@@ -157,7 +163,7 @@ class VllmSession:
     async def _heartbeat(self, pools: dict[str, PoolStats]) -> Heartbeat:
         """Return a heartbeat once vLLM gives a sign of life.
 
-        Without one this instance is silent, and counts as lost.
+        Without a sign of life no heartbeat is sent, and the instance counts as lost.
         """
         load = self._load = await self._server.load()
         meter = self._decode.meter

@@ -58,10 +58,10 @@ async def test_an_aborted_prompt_is_told_as_such(start_lab: StartLab) -> None:
     async with start_lab() as lab, lab.running(Setting()):
         taken = lab.executor.kv.allocate(lab.executor.kv.num_free_pages)
         receiving = await lab.order(prompt_of(1, NUM_TOKENS))
-        while lab.runner.num_waiting < 1:
+        while lab.runner.num_prompts < 1:
             await asyncio.sleep(0)
         lab.jobs.cancel(receiving.ref)
-        while lab.runner.num_waiting:
+        while lab.runner.num_prompts:
             await asyncio.sleep(0)
         lab.executor.kv.free(taken)
         await receiving.release()

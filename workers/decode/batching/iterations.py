@@ -4,8 +4,8 @@ The device thread begins an iteration with the tokens of the previous one as soo
 the event loop sees these tokens. Until then the planned iteration can be taken back and planned anew, with
 sequences that were loaded meanwhile.
 
-Where a helper has some of the layers, both form a pipeline: the batch is decoded in two micro-batches, and
-while the helper has one of them, the device thread computes with the other one.
+Where a helper has some of the layers, this instance and the helper form a pipeline: the batch is decoded in
+two micro-batches, and while the helper has one of them, the device thread computes with the other one.
 
 Owns: the way of tokens from one iteration to the next. Does not know: which sequences are decoded, and why.
 """
@@ -64,9 +64,8 @@ class Computed(NamedTuple):
 class Iteration:
     """One iteration over `planned` chunks.
 
-    `before` is the iteration in flight, whose tokens are not known yet.
-
-    `beside` is in flight with other sequences.
+    `before` is the iteration in flight that draws input tokens of this one, `beside` an iteration in flight
+    with other sequences; None: there is none.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Iteration:
         """Number of tokens of each sequence that have KVCache after the iteration."""
         decoded = [end for chunk, end in zip(planned, self.ends, strict=True) if not chunk.of_prompt]
         self.num_decoded, self.num_kv_tokens = len(decoded), sum(decoded)
-        """Sequences that are decoded, and their tokens with KVCache."""
+        """The number of sequences that are decoded, and of their tokens that have KVCache afterwards."""
         self.num_decoded_beside = 0 if beside is None else beside.num_decoded
         self.num_kv_tokens_beside = 0 if beside is None else beside.num_kv_tokens
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
@@ -98,11 +97,11 @@ class Iteration:
         drawing = [
             row
             for row, (sequence, end) in enumerate(zip(self.sequences, self.ends, strict=True))
-            if end == sequence.num_planned_tokens
+            if end == sequence.num_tokens_with_draw
         ]
         self._draw_of = {self.sequences[row]: draw for draw, row in enumerate(drawing)}
         self.before = before
-        """The iteration whose tokens this one needs; None when it has them."""
+        """The iteration that draws input tokens of this one; None without one, and once `begin` has them."""
         self._unknown = [row for row, sequence in enumerate(self.sequences) if sequence.draws_in_flight]
         """Rows whose input tokens `before` draws."""
         self._batch = executor.prepare([_next_chunk(*chunk[:2]) for chunk in planned])
@@ -137,7 +136,7 @@ class Iteration:
     def run(self) -> None:
         """Compute the iteration, after `begin` or `send_to_helper`, on the device thread.
 
-        The other ranks begin on a message.
+        The other ranks compute it too, when a message announces it.
         """
         if self.is_lost:
             return
@@ -176,7 +175,7 @@ class Iteration:
 
     @property
     def results(self) -> Iterator[Computed]:
-        """The results of an iteration that has ended, one a sequence."""
+        """The results of an iteration that has ended, one for each sequence."""
         for sequence, end in zip(self.sequences, self.ends, strict=True):
             draw = self._draw_of.get(sequence)
             if draw is None:
@@ -214,8 +213,8 @@ class Iterations:
         self._calls: deque[Future[Iteration | None]] = deque()
 
     def receive(self) -> list[Iteration]:
-        """Return the iterations that have ended since the last call. A plan that has not begun is
-        cancelled."""
+        """Return the iterations that have ended since the last call. A planned iteration that has not begun
+        is cancelled."""
         with self._lock:
             planned, self._planned = self._planned, None
         ended = []
@@ -275,7 +274,8 @@ class Iterations:
             await asyncio.wait([asyncio.wrap_future(call) for call in running])
 
     def _call(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start a call on the device thread if there is work for it. The caller holds the lock."""
+        """Queue calls on the device thread: one for each iteration that is to begin or go on. The caller
+        holds the lock."""
         for _ in range(self._num_idle_calls, len(self._at_helper) + (self._planned is not None)):
             self._num_idle_calls += 1
             call = self._executor.submit(lambda: self._begin_or_go_on(loop))
@@ -318,7 +318,7 @@ class Iterations:
         return len(self._at_helper) < _MOST_AT_HELPER and iteration.before not in self._at_helper
 
     def _after_call(self, call: "Future[Iteration | None]", loop: asyncio.AbstractEventLoop) -> None:
-        """Have a turn taken if nothing is planned, or if the call has failed: `receive` raises its error.
+        """Call `on_turn` if nothing is planned, or if the call has failed: `receive` then raises its error.
 
         Otherwise the planned iteration begins now, and must not be taken back.
         """
