@@ -1,6 +1,6 @@
 """The errors of a worker's sessions, and the report of an error; `mooncake.errors` has the others.
 
-Owns: their meaning. Does not know: where they are raised.
+Owns: the meaning of these errors. Does not know: where they are raised.
 """
 
 from mooncake.errors import GrammarError, MooncakeError

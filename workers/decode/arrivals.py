@@ -23,7 +23,10 @@ from workers.kvcache.shared_prefixes import PrefixTurns
 
 
 class Arrivals:
-    """The requests that are placed on this decode instance: `serve` each, and pass on its `decode` order."""
+    """The requests that are placed on this decode instance.
+
+    `serve` takes a request's `Reserve` order, and `decode` its later `Decode` order.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,8 @@ class Arrivals:
             await self._runs.complete(sequence)
 
     async def _enter(self, sequence: Sequence, order: Reserve) -> None:
-        """Reserve pages for a sequence, and enter it into the batch: at once if its prompt is inlined."""
+        """Reserve pages for a sequence, and enter it into the batch: at once if its prompt is inlined, else
+        when its KVCache has arrived."""
         num_tokens, page_size = len(order.request.token_ids), self._executor.kv.page_size
         if order.inline:
             await self._prefix_turns.wait(order.ref, sequence.rank, order.request.block_keys)
@@ -99,7 +103,7 @@ class Arrivals:
         """Receive the prompt's KVCache and its first token from the prefill instance.
 
         The TBT is checked before the first token leaves (section 3), with the batch of that moment, which the
-        Conductor could only predict. With both SLOs the first token is held while its KVCache comes.
+        Conductor could only predict. With both SLOs the first token is held while the KVCache comes.
         """
         sequence.ordered_s = self._now_s()
         due_s = None if decode.time_left_s is None else sequence.ordered_s + decode.time_left_s

@@ -1,4 +1,4 @@
-"""The loop of a decode batch: receive tokens, plan the next iteration, send the tokens while one runs.
+"""The loop of a decode batch: receive tokens, plan the next iteration, send the tokens while it runs.
 
 Owns: that loop. Does not know: how a sequence gets into the batch, what happens after it has left.
 """

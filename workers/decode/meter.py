@@ -1,6 +1,6 @@
-"""Counters of decoding for heartbeats, and the predictor of its iterations.
+"""Counters of decoding for heartbeats, and the predictors of iterations.
 
-Owns: counters. Does not know: their readers.
+Owns: the counters. Does not know: who reads them.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class DecodeMeter:
     def host_time(self) -> Iterator[None]:
         """Make a context that measures the processor time of planning and sending.
 
-        Waits for the lock do not count.
+        Time in which the thread waits does not count.
         """
         began_s = thread_time()
         yield

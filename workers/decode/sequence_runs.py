@@ -36,8 +36,8 @@ Send = Callable[
 ]
 """A callback that sends a message to the Conductor."""
 Record = Callable[[Sequence, str], None]
-"""A callback that gets each sequence that leaves the instance, and the reason for an early end; empty for
-none."""
+"""A callback for each sequence that leaves the instance, with the reason for an early end or an empty
+string."""
 
 
 class SequenceRuns:
@@ -84,7 +84,7 @@ class SequenceRuns:
     async def open(
         self, ref: Ref, request: Request, grammar: GrammarState | None, tbt_slo_s: float | None
     ) -> AsyncIterator[Sequence]:
-        """Make a context with a sequence for the request, whose pages and slot are released at the end.
+        """Make a context with a sequence for the request. Its pages and batch slot are released at the end.
 
         Raises NoRoomError if too many device pages are lent for the whole output.
         """
@@ -136,7 +136,7 @@ class SequenceRuns:
         self._changed.set()
 
     async def _generate(self, sequence: Sequence) -> None:
-        """Decode a sequence through any number of preemptions."""
+        """Decode a sequence to its end or until it is wanted elsewhere, through any number of preemptions."""
         while sequence.finish_reason is None:
             self._changed.set()
             if sequence.is_wanted_elsewhere:
@@ -200,7 +200,7 @@ class SequenceRuns:
         self._changed.set()
 
     async def _seal(self, sequence: Sequence) -> None:
-        """Seal the output's blocks, so that prompts can reuse them, if the pool has room."""
+        """Seal the sequence's blocks, so that later prompts can reuse them, if the pool has room."""
         if sequence.pages:
             try:
                 await self._blocks.store(sequence, is_parked=False)

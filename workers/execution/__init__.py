@@ -1,1 +1,1 @@
-"""Execution: one thread that computes on the device, what was drawn, and from a checkpoint to there."""
+"""Execution: the device's thread and its passes, draws, the tasks of requests, loading of checkpoints."""

@@ -101,7 +101,9 @@ class Draws:
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """Draw from `logits`, float32 with one row per drawn chunk, and change them in place.
+        """Draw from `logits`, float32 with a row for each chunk of the pass or for each drawn one.
+
+        Changes `logits` in place if they are of drawn chunks only.
 
         Waits for the device.
         """

@@ -170,8 +170,8 @@ class Executor:
         return Batch.build(chunks, self.kv)
 
     def send_to_helper(self, batch: Batch) -> PassAtHelper | None:
-        """Compute one iteration up to the layers of a helper, and send it there; None if no helper has
-        layers."""
+        """Compute one iteration up to the layers of a helper, and send it to the helper. Returns None if no
+        helper has layers."""
         return self.model.send_to_helper(batch, self.kv)
 
     def receive_from_helper(self, sent: PassAtHelper, batch: Batch, draws: Draws) -> Drawn:
@@ -187,6 +187,6 @@ class Executor:
 
 
 def _use(device: torch.device) -> None:
-    """Make this GPU the current one of the calling thread, to which allocations without a device go."""
+    """Make a GPU the calling thread's current one, on which tensors without a device number are allocated."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)

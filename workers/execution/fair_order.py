@@ -44,7 +44,8 @@ _START = attrgetter("start")
 @dataclass(slots=True)
 class _Tenant:
     num_served: float
-    """Tokens computed for the tenant, from the number of the least served tenant on."""
+    """Tokens computed for the tenant. A tenant that was idle begins with at least as many as the least served
+    waiting tenant."""
     now: float = 0.0
     """The virtual time among the tenant's answers, in tokens."""
     num_waiting: dict[str, int] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class _Tenant:
 
 
 class FairOrder:
-    """The order of all prompts that have entered and not left. Without prompts there is no history.
+    """The order of all prompts that have entered and not left. The history ends when no prompt is left.
 
     A tenant with at most `lead_tokens` to compute is served as if it had got `lead_tokens` less.
     """
@@ -85,7 +86,7 @@ class FairOrder:
             self._tenants.clear()
 
     def computed(self, prompt: Waiting, num_tokens: int) -> None:
-        """Charge `num_tokens` of a prompt, now in a pass, to its tenant and answer."""
+        """Charge `num_tokens` of a prompt, which are in a pass now, to the prompt's tenant."""
         tenant = self._tenants[prompt.flow.tenant]
         tenant.num_served += num_tokens
         tenant.now += num_tokens / len(tenant.num_waiting)

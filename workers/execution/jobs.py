@@ -17,7 +17,7 @@ U = TypeVar("U")
 class Jobs:
     """The tasks of a runner, one for each attempt (`Ref`).
 
-    An unexpected error ends their group, and `record` names the request.
+    An unexpected error ends the task group, and `record` then names the request.
     """
 
     def __init__(self, group: asyncio.TaskGroup, record: PassRecord | None = None) -> None:

@@ -185,7 +185,7 @@ def pick_device(name: str, rank: RankConfig) -> torch.device:
 
 
 def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
-    """Return the tokens of a pass: enough to keep the device busy, and few enough for urgent prompts to
+    """Return the most tokens of a pass: enough to keep the device busy, and few enough for urgent prompts to
     overtake."""
     if isinstance(configured, int):
         return configured

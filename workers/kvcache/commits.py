@@ -1,9 +1,9 @@
 """Commits of a prompt's stored layers to the messenger: small layers are committed together.
 
-A commit, the frame to the decode side that follows it and its acknowledgement cost both messengers as much
-processor time as copying some MiB. A large layer is committed, and sent, as soon as it is stored (Mooncake,
-section 5.2). Small layers wait until they have `_COMMITTED_BYTES` together, or the last layer is stored. So
-at most `_COMMITTED_BYTES` are unsent when all layers have been stored.
+Each commit is followed by a frame to the decode side and its acknowledgement. All three together cost both
+messengers as much processor time as copying some MiB. A large layer is committed, and sent, as soon as it is
+stored (Mooncake, section 5.2). Small layers wait until they have `_COMMITTED_BYTES` together, or the last
+layer is stored. So at most `_COMMITTED_BYTES` are unsent when all layers have been stored.
 
 Owns: which layers go together. Does not know: threads, how a commit travels.
 """
@@ -20,7 +20,7 @@ Commit = Callable[[range, list[int], list[list[int]]], None]
 class Commits:
     """The commits of one prompt's `layers`, with `layer_bytes` bytes of each block in each layer.
 
-    Layers come in order. Other blocks may begin at the first layer again.
+    The layers of a block come in order. Other blocks may begin at the first layer again.
     """
 
     def __init__(self, layers: range, layer_bytes: int, commit: Commit) -> None:

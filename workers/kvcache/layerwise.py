@@ -1,6 +1,6 @@
 """Layer-wise prefill: loads and stores of KVCache beside the computation (Mooncake, section 5.2).
 
-Before the attention of a layer, its load is awaited and the load of the next layer is launched; after it, the
+Before a layer is computed, its load is awaited and the load of the next layer is launched; afterwards the
 layer's store is launched. Stores are awaited only at the prompt's end, unless the device has memory for a
 window of layers only: then a layer waits for the store of the layer whose memory it takes.
 
@@ -62,9 +62,9 @@ class PassPart:
     """One prompt's part of a forward pass, shared by the device thread, the transfer threads and the event
     loop.
 
-    `await_pool(layer)`: on the load thread, blocks until that layer of `loads` is in the pool; False if it
-    will not be. `on_stored(layer, blocks, checksums)` is called on the store thread. A dropped part is still
-    computed if its pass has other parts, and its results are ignored.
+    `await_pool(layer)` blocks the load thread until that layer of `loads` is in the pool, and returns False
+    if it will not be there. `on_stored(layer, blocks, checksums)` is called on the store thread. A dropped
+    part is still computed if its pass has other parts, and its results are ignored.
     """
 
     chunk: Chunk
@@ -81,25 +81,25 @@ class PassPart:
 
 
 class LayerTransfers:
-    """The loads and stores of all passes, each kind in order. Without `overlap` each is complete when its
-    launch returns.
+    """The loads and stores of all passes, each kind in order.
 
-    `window`: that of the device's KVCache (`DeviceKVCache.window`), 2 or more.
+    Without `overlap` a load or store is complete when its launch returns. `window` is that of the device's
+    KVCache (`DeviceKVCache.window`), 2 or more.
     """
 
     def __init__(self, copies: LayerCopies, *, overlap: bool, window: int | None = None) -> None:
         assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
-        """For each memory of the window, its latest store. Earlier stores end before it."""
+        """The latest store by the window's memory that it reads. Earlier stores end before it."""
         self._staged = threading.Semaphore(MOST_STAGED)
-        """Taken by each part that is in pinned memory. When none is left, the computation waits."""
+        """Limit of the parts of passes that are in pinned memory. At the limit, the computation waits."""
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
     def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
-        """Begin to load `layer`, on the device thread. Returns None if there is nothing to load, and no store
-        to wait for."""
+        """Begin to load `layer`; to be called on the device thread. Returns None if there is nothing to load,
+        and no store to wait for."""
         loading = [part for part in parts if part.loads and not part.is_dropped]
         last_store = self._last_stores.get(layer % self._window) if self._window is not None else None
         if not loading and last_store is None:
@@ -107,7 +107,7 @@ class LayerTransfers:
         return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
 
     def wait_loaded(self, loading: "Future[list[Mark]] | None", parts: Sequence[PassPart]) -> None:
-        """Wait, on the device thread, until the layer is loaded and its memory is free, or all parts were
+        """Block the device thread until the layer is loaded and its memory is free, or all parts were
         dropped."""
         if loading is not None:
             began_s = time.perf_counter()
@@ -117,7 +117,7 @@ class LayerTransfers:
                 part.load_wait_s += time.perf_counter() - began_s
 
     def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
-        """Begin to store `layer`, which has been computed; on the device thread."""
+        """Begin to store `layer`, which has been computed; to be called on the device thread."""
         storing = [
             (part, [block for block in part.stores if block.next_layer == layer])
             for part in parts

@@ -1,4 +1,4 @@
-"""Prompts of an instance with a common prefix: one waits until another one has stored it in the pool.
+"""Prompts of an instance with a common prefix: a later one waits until an earlier one has stored the prefix.
 
 Owns: the rule which prompt waits (`workers.prefill.queue` applies it to its prompts), and turns for the
 prompts of decode instances, which have no such queue. Does not know: who stores blocks, pages.
@@ -12,8 +12,8 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Ref
 
 _WORTH_WAITING_TOKENS = 128
-"""Shared tokens for which a prompt waits at least. Fewer are computed again, as an extra pass costs as
-much."""
+"""The least number of shared tokens for which a prompt waits. Fewer are computed again, as an extra pass
+costs as much."""
 
 
 def num_blocks_worth_waiting(block_size: int) -> int:
@@ -28,7 +28,7 @@ def computes_for(
 
     Args:
         keys: The block keys of the prompt that computes.
-        num_held: The number of its leading blocks that it found in the pool.
+        num_held: The number of leading blocks that this prompt found in the pool.
         others: The block keys of the prompt that may wait.
         num_blocks: The least number of blocks.
     """
@@ -50,7 +50,7 @@ class PrefixTurns:
     """The turns of prompts with a common prefix: a later prompt begins when an earlier one has stored the
     prefix.
 
-    A prompt waits for others of lower rank only, which never changes: there is no deadlock.
+    A prompt waits only for prompts of lower rank, and ranks never change: there is no deadlock.
     """
 
     def __init__(self, block_size: int) -> None:

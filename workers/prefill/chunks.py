@@ -58,9 +58,9 @@ class ChunkPlan:
     With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves `of_tokens(start, x_i) = i / m *
     of_tokens(start, end - start)`. With m chunks X stages need `(cost + m * pass_cost) * (m + X - 1) / (m *
     X)`: more chunks leave the other stages idle for a shorter time at both ends, but each has a fixed cost.
-    So m is `sqrt((X - 1) * cost / pass_cost)`, where that is least; more if a chunk would be longer than
-    `max_tokens`. Boundaries are multiples of `multiple` (a block of the KVCache, so that every chunk fills
-    the blocks that it stores), except the last one.
+    So m is `sqrt((X - 1) * cost / pass_cost)`, for which this time is least; more if a chunk would be longer
+    than `max_tokens`. Boundaries are multiples of `multiple` (a block of the KVCache, so that every chunk
+    fills the blocks that it stores), except the last one.
     """
 
     costs: LayerCosts

@@ -77,7 +77,7 @@ class PrefillJob:
         self._pass_ended = asyncio.Event()
         self._pass_ended.set()
         self._must_load = False
-        """Whether the next pass has to load the reused blocks: none of this round has been computed. Later
+        """Whether the next pass has to load the reused blocks, as the first pass of a round does. Later
         passes find them in the device pages."""
         self._num_cached_blocks = 0
         self._num_expected_blocks = 0
@@ -252,7 +252,7 @@ class PrefillJob:
         return bool(self.damaged_pages or self._num_expected_blocks)
 
     def drop(self) -> None:
-        """Give the prompt up. A pass of dropped prompts only stops before its next layer."""
+        """Give the prompt up. A pass whose prompts are all dropped stops before its next layer."""
         self.is_dropped = True
         if self._part is not None:
             self._part.is_dropped = True

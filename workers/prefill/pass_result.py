@@ -25,9 +25,8 @@ class ChunkResult(NamedTuple):
 class PassResult(NamedTuple):
     """The result of a pass.
 
-    `hidden` are the states `[T, hidden_size]` of `ranges`, on the CPU, for the next stage.
-
-    Without a next stage `hidden` and `ranges` are empty.
+    `hidden` are the states `[T, hidden_size]` of the chunks `ranges`, on the CPU, for the next stage. Without
+    a next stage, or without a computed chunk, `hidden` is None and `ranges` is empty.
     """
 
     results: list[ChunkResult]

@@ -60,13 +60,13 @@ class PromptTimes:
         self.memory_s = time.monotonic()
 
     def note_pass(self, part: PassPart) -> None:
-        """Record the beginning of the pass of which `part` is the prompt's."""
+        """Record the beginning of a pass; `part` is the prompt's part of it."""
         start, num_tokens = part.chunk.start, len(part.chunk.token_ids)
         begun = PassTimes(time.monotonic(), None, start, num_tokens, len(part.loads), len(part.stores))
         self.passes.append(begun)
 
     def note_pass_end(self, part: PassPart, *, is_computed: bool) -> None:
-        """Record the end of the pass of which `part` was the prompt's."""
+        """Record the end of a pass; `part` was the prompt's part of it."""
         self.passes[-1] = self.passes[-1]._replace(
             ended_s=time.monotonic(), load_wait_s=part.load_wait_s, is_computed=is_computed
         )

@@ -12,9 +12,9 @@ move, and after some time all arriving prompts have later ranks, whatever their 
 Prompts of one priority without deadlines share their turns fairly between tenants and answers
 (`workers.execution.fair_order`).
 
-A prompt stays WAITING while an admitted prompt before it computes blocks with which both begin. Then it finds
-them in the pool: all, or as many as were stored when the other prompt was aborted. Admitted prompts never
-wait for other prompts, so there is no deadlock.
+A prompt stays WAITING while an admitted prompt before it computes blocks with which both begin. Afterwards it
+finds these blocks in the pool: all, or as many as were stored when the other prompt was aborted. Admitted
+prompts never wait for other prompts, so there is no deadlock.
 
 A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.
 
@@ -74,7 +74,7 @@ class QueuedPrompt(PromptProgress):
     shares_turns: bool = False
     """Whether the prompt has no deadline, and shares turns with others without one."""
     num_reusable: int = 0
-    """The number of tokens expected to need no computation, until the number is known."""
+    """The expected number of tokens that need no computation; it counts until the prompt is READY."""
     block_keys: Sequence[BlockKey] = ()
     num_held_blocks: int = 0
     """Leading blocks that the pool held when the prompt got its memory; 0 before."""
@@ -120,9 +120,9 @@ def uncut(start: int, end: int) -> Sequence[range]:
 class PrefillQueue:
     """All prompts of an instance that are not completely computed.
 
-    A pass has at most `prefill_chunk` tokens, rounded down to a multiple of `multiple`. Further prompts share
-    it up to `saturating_tokens` (default: `prefill_chunk`) in all: where a larger pass is no faster, prompts
-    that share it only wait for one another.
+    A pass has at most `prefill_chunk` tokens, rounded down to a multiple of `multiple`. Further prompts join
+    the first one's pass up to `saturating_tokens` in all (default: `prefill_chunk`). From there on a larger
+    pass computes no more tokens a second, and its prompts would only wait for one another.
 
     `block_size`: tokens of a block of `block_keys`.
 
@@ -247,10 +247,9 @@ class PrefillQueue:
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
     def plan(self) -> list[QueuedChunk]:
-        """Return the next pass: of each prompt in turn as many tokens as fit.
+        """Return the chunks of the next pass: as many tokens as fit of each prompt in turn; maybe none.
 
-        If the first prompts in order are of tenants with little to compute, the pass has only these. It may
-        be empty.
+        If the first prompts in order are of tenants with little to compute, the pass has only these prompts.
         """
         return self._charged(self._plan_light([]) or self._plan_full())
 
@@ -267,9 +266,11 @@ class PrefillQueue:
         return self._charged(self._plan_light(running))
 
     def _plan_light(self, running: Collection[QueuedPrompt]) -> list[QueuedChunk]:
-        """Return whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
+        """Return the first READY prompts in order, up to one of `running`, as long as they may share a short
+        pass.
 
-        The prompts of a tenant with more to compute would make the pass longer and end no sooner.
+        The pass has at most `saturating_tokens`, and only whole prompts of tenants with little to compute.
+        Prompts of a tenant with more to compute would make the pass longer and end no sooner.
         """
         chunks, room = list[QueuedChunk](), self._saturating_tokens
         for prompt in self._in_order():

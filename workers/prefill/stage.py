@@ -59,7 +59,7 @@ def stage_of(
     followers: Followers | None = None,
     tracer: "Tracer | None" = None,
 ) -> "Stage":
-    """Return a stage as it is configured."""
+    """Return a stage that loads and stores layers as `config` says."""
     copies = copies_for(executor.kv, pool.segment)
     transfers = LayerTransfers(copies, overlap=config.layerwise_overlap, window=executor.kv.window)
     return Stage(executor, pool, transfers, next_stage, followers, tracer)
@@ -146,8 +146,9 @@ class Stage:
 
         Layers committed from then on are sent.
 
-        Several stages admit prompts one after the other in the same order, so none waits for another that
-        waits for it. Within one stage all get pool pages first, and then device pages.
+        Several stages admit prompts one after the other in the same order, so no two prompts wait for each
+        other's memory. Within one stage all prompts get pool pages first, and then device pages; in a
+        tensor-parallel group it is the other way round.
         """
         order = job.order
         if self._next is None:  # the first token is drawn here
@@ -177,7 +178,8 @@ class Stage:
         return num_blocks if self._behind is None else min(num_blocks, await job.usable_behind)
 
     async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
-        """Settle that `num_blocks` are reused. Returns False if this stage cannot reuse them."""
+        """Settle that the first `num_blocks` blocks are reused. Returns False if this stage cannot reuse
+        them."""
         if job.fetch is not None and job.fetches_beyond(num_blocks):
             await job.fetch.ended()  # nobody writes the others while they are computed
         if job.num_usable_blocks() < num_blocks:
@@ -186,7 +188,10 @@ class Stage:
         return True
 
     async def recount(self, job: PrefillJob, round_: int) -> None:
-        """Begin another round after reuse has failed in any stage."""
+        """Begin another round after reuse has failed in any stage.
+
+        Raises PoolError if blocks were damaged.
+        """
         job.begin_round(round_)
         if self._behind is not None:
             await self._behind.send(Recount(job.job_id, round_))
@@ -203,9 +208,10 @@ class Stage:
         self._free_device_pages(job)
 
     async def sent(self, job: PrefillJob) -> None:
-        """Wait until the decode side has all blocks of this stage and later ones. Raises TransferError.
+        """Wait until the decode side has the prompt's blocks of this stage and later ones.
 
-        Until then the stages before may be told that the prompt has failed here.
+        Raises TransferError if they do not get there. While this waits, a stage of a pipeline can still tell
+        the stages before it that the prompt has failed.
         """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
@@ -274,8 +280,9 @@ class Stage:
         *,
         cuts_in: bool = False,
     ) -> PassResult:
-        """Compute one pass: the next tokens of each prompt, those of aborted prompts too while other prompts
-        need the pass.
+        """Compute one pass over the next tokens of each prompt.
+
+        Tokens of aborted prompts are computed too, as long as other prompts need the pass.
 
         `hidden` are the states `[T, hidden_size]` of the stage before, None in the first one. With `cuts_in`
         the pass is computed between two layers of another pass, which shares no prompt with this one.
@@ -349,7 +356,8 @@ class Stage:
     def _ends(
         self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
     ) -> dict[int, int]:
-        """Return the row of hidden states from which a first token is drawn, by the index of its part."""
+        """Return the rows of hidden states from which first tokens are drawn, by the index of the prompt's
+        part."""
         ends, row = {}, -1
         for index, part in enumerate(parts):
             row += len(part.chunk.token_ids)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class StageRunner:
     """A later stage's runner, which obeys and answers the messages of the stage before.
 
-    `stage` ends with `run`. Its tasks run in `group`.
+    `run` closes `stage` in the end. The tasks of prompts run in `group`.
     """
 
     def __init__(self, stage: Stage, before: PreviousStage, group: asyncio.TaskGroup) -> None:

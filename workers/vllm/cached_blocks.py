@@ -1,8 +1,8 @@
 """The blocks in vLLM's own prefix cache, from its KV events (version 0.32).
 
-vLLM names blocks by hashes of its own. The keys of our requests are derived again from the tokens and the key
-before; that of a first block from the root key, with which the server salts each prompt. Blocks whose keys
-cannot be derived are left out, which costs a hit.
+vLLM names blocks by hashes of its own. The key that our requests have for a block is derived again from the
+block's tokens and the key before; the key of a first block from the root key, with which the server salts
+each prompt. Blocks whose keys cannot be derived are left out, which costs a hit.
 
 Owns: vLLM's event structs, the order of batches, the key of each hash. Does not know: sockets.
 """

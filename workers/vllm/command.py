@@ -1,4 +1,4 @@
-"""The command that starts the vLLM server of an instance, and on which cores vLLM computes.
+"""The command that starts the vLLM server of an instance, and the threads with which vLLM computes.
 
 Owns: options and environment. Does not know: what becomes of the server.
 """
@@ -15,7 +15,8 @@ from mooncake.node.process_config import WorkerProcess
 MODEL = "model"
 """The name under which the server has its model."""
 CHUNK_TOKENS = 2048
-"""Prompt tokens that vLLM's server computes in a step, beside whatever it decodes, by default."""
+"""The most prompt tokens that vLLM's server computes in a step by default, beside the tokens that it
+decodes."""
 _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"

@@ -107,7 +107,7 @@ class VllmDecode:
             raise TransferError(f"KVCache has not arrived within {self._arrival_timeout_s:g} s") from None
 
     async def _generate(self, answer: "_Answer", *, is_inlined: bool) -> None:
-        """Emit the tokens that vLLM draws until the end.
+        """Emit the tokens of an answer as vLLM draws them.
 
         The first token of an inlined prompt is reported to the Conductor.
         """

@@ -1,8 +1,8 @@
 """A command that ends with the process that started it: `python -m workers.vllm.guard COMMAND...`.
 
 The command and its processes are a session of their own. They end when stdin closes, which it does when the
-process at its other end is killed. However they end, the shared memory and semaphores that they have made by
-Python's `multiprocessing` go with them, and what Intel's OpenMP has registered there.
+process at its other end is killed. However they end, their shared memory and semaphores of Python's
+`multiprocessing` are removed with them, and so are the entries of Intel's OpenMP in shared memory.
 
 Owns: the end of these processes. Does not know: their work.
 """

@@ -1,8 +1,8 @@
-"""The counters of what vLLM decodes: iterations, told apart by the tokens that arrive, and prompts.
+"""Counters of vLLM's decoding: its iterations, as far as its outputs show them, and its prompts.
 
-The Conductor learns from them how long an iteration takes.
+The Conductor learns from these counters how long an iteration takes.
 
-Owns: counters. Does not know: their readers.
+Owns: the counters. Does not know: who reads them.
 """
 
 from mooncake.messages.heartbeats import DecodeStats, MixedIterations
@@ -17,9 +17,11 @@ class DecodeMeter:
 
     def __init__(self) -> None:
         self.num_inlined = self.num_not_inlined = 0
-        """Prompts that vLLM has computed beside decoding, and those of prefill instances."""
+        """Prompts that this vLLM has computed beside decoding, and prompts that prefill instances have
+        computed for it."""
         self._num_prompt_tokens = self._num_computed = 0
-        """Prompt tokens that vLLM has computed beside decoding, and all since its start."""
+        """Prompt tokens that vLLM has computed beside decoding, and all that it has computed since its
+        start."""
         self._num_iterations = self._num_tokens = 0
         self._seconds = 0.0
         self._in_iteration: dict[Ref, int] = {}
@@ -46,8 +48,10 @@ class DecodeMeter:
             self._began_s = None
 
     def computed(self, num_tokens: int, *, as_decode: bool) -> None:
-        """Record that vLLM has computed this many prompt tokens since its start. `as_decode`: those since the
-        record before were computed beside decoding."""
+        """Record that vLLM has computed `num_tokens` prompt tokens since its start.
+
+        `as_decode`: whether it has computed those since the previous call beside decoding.
+        """
         if as_decode:
             self._num_prompt_tokens += num_tokens - self._num_computed
         self._num_computed = num_tokens

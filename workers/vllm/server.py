@@ -1,4 +1,4 @@
-"""vLLM's server as a child process, and completions of it.
+"""vLLM's server as a child process, and its completions.
 
 The server stores its blocks in the pool of this instance and finds them there (`kvstore.connectors.vllm`),
 under the keys of the request.
@@ -72,8 +72,8 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of an answer. After the last ones comes the number of prompt tokens that were not
-    computed."""
+    """New tokens of an answer; after the last of them, an output with the number of prompt tokens that were
+    not computed."""
 
     token_ids: list[int]
     num_cached_tokens: int = 0
@@ -121,8 +121,8 @@ class VllmServer:
     async def complete(
         self, request: Request, token_ids: Sequence[int], num_tokens: int
     ) -> AsyncGenerator[Output]:
-        """Yield at most `num_tokens` tokens behind `token_ids` as outputs, then the number of uncomputed
-        prompt tokens.
+        """Yield at most `num_tokens` tokens that follow `token_ids`, then the number of prompt tokens that
+        were not computed.
 
         `request` has the parameters. The server stops when the iterator is closed.
 
@@ -252,7 +252,7 @@ def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int)
 def check_served(sampling: SamplingParams) -> None:
     """Check that vLLM serves all sampling parameters (docs/vllm.md).
 
-    Raises RequestError that names the first other one.
+    Raises RequestError, which names the first parameter that vLLM does not serve.
     """
     plain = SamplingParams(sampling.max_tokens)
     for name in SamplingParams.__struct_fields__:
@@ -267,10 +267,10 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request,
 
 @contextlib.asynccontextmanager
 async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
-    """Make a context in which a server runs. Its body begins when the server answers, and behind it all of
-    the server's processes have ended.
+    """Make a context in which a server runs and answers. After the context all of the server's processes have
+    ended.
 
-    Raises EngineLostError if the server ends before that.
+    Raises EngineLostError if the server ends before it answers.
     """
     port = _free_port()
     computing = Computing.of(process, os.environ)

@@ -1,10 +1,11 @@
 """The decode batch: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
-Sequences are ordered by arrival, and a step of the priority number is worth a minute of it: the first in this
-order is admitted first and preempted last, so none starves. Among sequences of one priority, tenants have
-equal shares of the batch, and so have the answers of a tenant (`workers.decode.batching.batch_shares`): the
-tenant with less is served first, and if the batch is full, a sequence of the tenant with more is preempted. A
-sequence that gets no page skips an iteration while pages of other sequences are about to become free.
+Sequences are ordered by arrival; each step of the priority number counts like an arrival a minute later. The
+first in this order is admitted first and preempted last, so none starves. Among sequences of one priority,
+tenants have equal shares of the batch, and so have the answers of a tenant
+(`workers.decode.batching.batch_shares`): the tenant with less is served first, and if the batch is full, a
+sequence of the tenant with more is preempted. A sequence that gets no page skips an iteration while pages of
+other sequences are about to become free.
 
 Owns: the batch and its device pages. Does not know: tokens, time, how anything is copied or computed.
 """
@@ -24,8 +25,8 @@ _by_rank = attrgetter("rank")
 class FullPage(NamedTuple):
     """A device page that is full of tokens, with the block of a sequence that it holds.
 
-    The same page counts as another `FullPage` when another sequence has got it, or when its sequence has left
-    the device and come back: `stay` numbers the times on the device.
+    A page that another sequence gets is another `FullPage`. So is a page of a sequence that has left the
+    device and come back: `stay` is the number of times that the sequence had left before.
     """
 
     sequence: int
@@ -35,9 +36,10 @@ class FullPage(NamedTuple):
 
 
 class DecodeBatch:
-    """The sequences of a decode instance: `enter`, `join` once loaded, `leave`, and `free` in the end.
+    """The sequences that an instance decodes or will decode, and their device pages.
 
-    A sequence that migrates here does not `enter`: `prepare` gives it a slot and pages beforehand.
+    The calls for a sequence are `enter`, `join` once it is loaded, `leave`, and `free` in the end. A sequence
+    that migrates here does not `enter`: `prepare` gives it a batch slot and pages beforehand.
 
     Invariant: a page is free, or one sequence has it that is LOADING, PREPARED, RUNNING or LEAVING.
     """
@@ -79,7 +81,7 @@ class DecodeBatch:
         insort(self._waiting, sequence, key=_by_rank)
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Reserve a slot for a sequence, and pages for its tokens and the next one.
+        """Reserve a batch slot for a sequence, and pages for its tokens and the next one.
 
         Returns whether slot and pages were free. Nothing is preempted for the sequence, and waiting sequences
         go first. A sequence that is prepared already gets missing pages. The sequence keeps slot and pages
@@ -223,8 +225,8 @@ class DecodeBatch:
 
         Returns the number of pages that come free.
 
-        Preempts the newest sequence of a tenant or answer that has more than this one; else the newest of all
-        except those of tenants and answers that have less.
+        Preempts the newest sequence whose tenant or answer has more than that of `sequence`; if there is
+        none, the newest one whose tenant or answer has no less.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
@@ -277,8 +279,8 @@ class DecodeBatch:
         return len(self._running) + len(self._loading) + len(self._prepared)
 
     def _first_waiting(self) -> Sequence:
-        """Return the next sequence to admit: of those with the first one's priority, the one with the
-        smallest share."""
+        """Return the next sequence to admit: among the waiting sequences with the priority of the first one,
+        the one whose tenant and answer have the smallest share."""
         if len(self._waiting) == 1:
             return self._waiting[0]
         priority, shares = self._waiting[0].request.priority, self._shares()

@@ -1,4 +1,4 @@
-"""Fair shares of a decode batch: which sequence is preempted for which.
+"""Fair shares of a decode batch: which sequence is preempted for another one.
 
 Tenants have equal shares, and so have the answers within a tenant, however many choices each has. A share is
 the fraction of the slots or of the pages, whichever is larger (dominant resource fairness, Ghodsi et al.,
@@ -52,7 +52,7 @@ class BatchShares:
         """Return whether `other`, which is in the batch, yields to `claim`, which needs `num_slots` slots and
         `num_pages` pages more.
 
-        No sequence yields to a higher priority number.
+        No sequence yields to one with a higher priority number.
         """
         if other.request.priority < claim.request.priority:
             return False

@@ -3,7 +3,7 @@
 No iteration computes with the sequences whose pages are copied. So no copy waits for an iteration, and no
 iteration for a copy.
 
-Owns: the two threads. Does not know: the sequences of the blocks.
+Owns: a thread for loads and one for stores. Does not know: the sequences of the blocks.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class BlockPair:
     pool_page: int
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return None: a block that is loaded has been sealed or settled, and the pool has its checksums."""
+        """Return None: the pool has the checksums of every block that is loaded."""
         return None
 
 

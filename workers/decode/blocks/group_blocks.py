@@ -68,11 +68,12 @@ class GroupBlocks:
 
     @property
     def num_sealed_blocks(self) -> int:
-        """The number of blocks that were stored when their sequences ended."""
+        """The number of blocks stored for other requests or instances: of answers, inlined prompts,
+        pre-copies."""
         return self._own.num_sealed_blocks
 
     def num_reserved_pages(self, sequence: Sequence) -> int:
-        """Return how many pool pages a sequence's reservation has added."""
+        """Return how many pool pages of this rank were reserved for a sequence."""
         return self._own.num_reserved_pages(sequence.number)
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class SequenceBlocks:
         self._pool, self._transfers = pool, transfers
         self._holdings: dict[int, _Holding] = {}
         self.num_sealed_blocks = 0
-        """Blocks that were stored when their sequences ended."""
+        """Blocks stored for other requests or instances: of answers, inlined prompts, pre-copies."""
 
     @property
     def is_empty(self) -> bool:
@@ -66,7 +66,7 @@ class SequenceBlocks:
         return not self._holdings
 
     def num_reserved_pages(self, number: int) -> int:
-        """Return how many pool pages were reserved for a sequence: those of blocks that the pool lacked."""
+        """Return how many pool pages were reserved for a sequence: one for each block the pool lacked."""
         holding = self._holdings.get(number)
         if holding is None or holding.reservation is None:
             return 0

@@ -37,8 +37,8 @@ class MigrationSource:
         self._now_s = asyncio.get_running_loop().time
 
     def pre_copy(self, order: PreCopy) -> None:
-        """Store the full blocks of a sequence that the pool lacks, once the sequence has the ordered
-        length."""
+        """When the sequence has `order.num_tokens` tokens, store those of its full blocks that the pool
+        lacks."""
         sequence = self._sequences.get(order.ref)
         if sequence is not None:
             sequence.copy_at = order.num_tokens

@@ -120,7 +120,7 @@ class HeldTokens:
     """
 
     def __init__(self, on_release: Callable[[], None]) -> None:
-        """Prepare without tokens. `on_release` is called when tokens can be taken."""
+        """Begin without held tokens. `on_release` is called when `take_released` has tokens."""
         self._on_release = on_release
         self._held: dict[Sequence, tuple[str, TokenOutput]] = {}
         self._released: dict[Sequence, tuple[str, TokenOutput]] = {}

@@ -10,8 +10,8 @@ from mooncake.messages.costs import TBT_SLO_SHARE
 from workers.decode.tbt_slo.tbt import IterationPredictors
 
 _LONGEST_S = 0.25
-"""Predicted seconds of the prompt tokens of an iteration without a TBT SLO at most: a prompt that comes
-meanwhile waits for its end."""
+"""The most predicted seconds of the prompt tokens in an iteration without a TBT SLO. A prompt that comes
+while the iteration runs waits for its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class ChunkLimits:
     least: int
     """Prompt tokens that each iteration may carry in any case, so that prompts always progress: one page."""
     mixed: int
-    """Prompt tokens, at most, of an iteration that decodes sequences without a TBT SLO."""
+    """The most prompt tokens of an iteration that decodes sequences without a TBT SLO."""
     most: int
-    """Prompt tokens of any iteration at most: those of a prefill pass."""
+    """The most prompt tokens of any iteration: as many as a prefill pass has."""
 
 
 def prompt_budget(
@@ -31,10 +31,10 @@ def prompt_budget(
 ) -> int:
     """Return how many prompt tokens an iteration may carry beside sequences that are decoded.
 
-    This is Sarathi-Serve's token budget (section 4.3), the optimal chunk size C*: the tokens whose
-    computation fills what the target time leaves of an iteration. Sarathi-Serve profiles a device once; here
-    both terms are learned while it serves, so C* = (target - iteration without prompts) / prompt token, with
-    the target a share of the SLO.
+    This is Sarathi-Serve's token budget (section 4.3), the optimal chunk size C*: the tokens that can be
+    computed in the time that the target leaves. Sarathi-Serve profiles a device once; here both terms are
+    learned while it serves, so C* = (target - iteration without prompts) / prompt token, with the target a
+    share of the SLO.
 
     Args:
         limits: The limits of the result.
@@ -70,7 +70,7 @@ class PromptBudget:
 
     @property
     def mixed(self) -> int:
-        """The prompt tokens of an iteration that decodes sequences without a TBT SLO."""
+        """The most prompt tokens of an iteration that decodes sequences without a TBT SLO."""
         return self._limits.mixed
 
     def num_tokens(

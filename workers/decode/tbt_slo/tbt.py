@@ -1,7 +1,8 @@
 """The predictors of decode iterations, which learn from the measured ones.
 
-A line in batch size and KV tokens (Mooncake, section 3: the local scheduler's double check), by weighted
-least squares. An iteration counts `DECAY` times as much as the one after it, so the line follows the machine.
+The prediction is a line in batch size and KV tokens (Mooncake, section 3: the local scheduler's double
+check), fitted by weighted least squares. An iteration counts `DECAY` times as much as the one after it, so
+the line changes with the machine's speed.
 A feature that has not varied lately gets the slope 0; its slope is measured as soon as it varies. Prompts in
 an iteration add a cost of their own.
 
@@ -91,7 +92,7 @@ class TBTPredictor:
 
 
 class PromptCost:
-    """The seconds that a prompt token adds to an iteration: a mean that follows the machine."""
+    """The mean seconds that a prompt token adds to an iteration. Recent iterations weigh more."""
 
     def __init__(self) -> None:
         self._seconds = self._num_tokens = 0.0
@@ -108,7 +109,7 @@ class PromptCost:
 
 
 class PredictionError:
-    """The mean relative error of predictions for iterations with prompts, which follows the machine."""
+    """The mean relative error of predictions for iterations with prompts. Recent iterations weigh more."""
 
     def __init__(self) -> None:
         self._share = 0.0

@@ -34,7 +34,10 @@ class RankLayers(Protocol):
 
 
 class ShardedLayers:
-    """The layers of one rank, summed over the group: an implementation of `workers.engine.model.Layers`."""
+    """All layers, computed in parts: this rank computes its part and adds up the parts of the group.
+
+    Implements `workers.engine.model.Layers`.
+    """
 
     def __init__(self, parts: RankLayers, spec: ModelSpec, shard: TensorShard) -> None:
         self._parts, self._shard = parts, shard
