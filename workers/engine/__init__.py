@@ -1,1 +1,1 @@
-"""The engine: a transformer over paged KVCache, in torch, on the CPU's kernels or on the GPU's."""
+"""The engine: a transformer over paged KVCache, computed by torch, by the CPU's kernels or by the GPU's."""

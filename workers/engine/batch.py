@@ -104,7 +104,7 @@ class Batch:
         return np.split(self.pages, self.first_pages[1:])
 
     def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Fill in the last tokens of `chunks` (their indices), which were unknown when the batch was built.
+        """Fill in the last tokens of `chunks` (indices), which were unknown when the batch was built.
 
         To be called before anything is computed, as layers and captured graphs then take the tokens from the
         host.

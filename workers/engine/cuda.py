@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workers.engine.layers.gpu import TritonLayers
 
 _MAX_GROUP = 32
-"""Query heads of a KV head at most, as one tile holds them all, in float32 too."""
+"""The most query heads of a KV head: one tile holds them all, in float32 too."""
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
@@ -37,7 +37,7 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 def triton_layers(spec: ModelSpec, weights: Weights) -> TritonLayers:
-    """Return the GPU's layers, which take over `weights`. `unsupported` must have returned nothing."""
+    """Return the GPU's layers, which take over `weights`. `unsupported` must have returned no reason."""
     from workers.engine.layers.gpu import TritonLayers
 
     return TritonLayers(spec, weights)

@@ -31,7 +31,8 @@ class LogitRules:
     ids."""
 
     repetition_penalty: float
-    """The divisor of positive, and factor of negative, logits of tokens that occur in prompt or output."""
+    """The penalty of tokens that occur in prompt or output: it divides their positive logits, and multiplies
+    their negative ones."""
     presence_penalty: float
     """The penalty subtracted from logits of tokens that occur in the output."""
     frequency_penalty: float

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Layers(Protocol):
-    """An implementation of the layers, with the methods of `DecoderModel` of the same names."""
+    """An implementation of the layers. Its methods do what those of the same names do in `DecoderModel`."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -48,7 +48,7 @@ class Layers(Protocol):
 
 
 class PassAtHelper(NamedTuple):
-    """A pass whose hidden states a helper with some of the layers computes now."""
+    """A pass that was sent to a helper, which computes some of its layers."""
 
     hosted: HostedLayers
     number: int
@@ -85,7 +85,7 @@ class DecoderModel:
         self.idle_cores: frozenset[int] = frozenset()
         """Cores on which the model computes while other processes leave them idle."""
         self.freed_layers = range(0)
-        """The layers whose weights have been freed, and cannot be computed here."""
+        """The layers whose weights have been freed, so that they cannot be computed here."""
         self._computed: Layers | None = None
         self._positions: torch.Tensor | None = None
         self._triton: TritonLayers | None = None
@@ -178,7 +178,7 @@ class DecoderModel:
     def init_dummy_weights(self, seed: int = 0) -> None:
         """Make random weights for tests and benchmarks, drawn on the device.
 
-        Those of a part equal the ones of the whole model on an equal device.
+        A part's weights equal those of the whole model on an equal device.
         """
         weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.init_dummy(seed)
@@ -235,14 +235,14 @@ class DecoderModel:
         self._computed = computed if self.shard is None else ShardedLayers(computed, self.spec, self.shard)
 
     def _graphs_over(self, kv: DeviceKVCache) -> "DecodeGraphs | None":
-        """Return the graphs over the latest cache; None where nothing is captured."""
+        """Return the graphs over the pages of `kv`; None where nothing is captured."""
         if self._triton is not None and (self._graphs is None or self._graphs.kv is not kv):
             self._graphs = cuda.decode_graphs(self._triton, kv)
         return self._graphs
 
     def graph_sizes(self, max_batch: int) -> list[int]:
-        """Return the ascending batch sizes that need all graphs up to `max_batch`; one size where nothing is
-        captured."""
+        """Return batch sizes, ascending, one for each graph that batches of up to `max_batch` need; a single
+        size where nothing is captured."""
         return [1] if self._triton is None else cuda.graph_sizes(max_batch)
 
     @property
@@ -265,8 +265,8 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Compute layer `layer` of the whole model over `hidden` [T, hidden_size]; return the same shape.
 
-        Writes the batch's keys and values of this layer to their pages. Those of earlier tokens must be
-        there. No helper has anything of the model.
+        Writes the batch's keys and values of this layer to their pages. The keys and values of earlier tokens
+        must be there. Not to be called while a helper has modules of the model.
         """
         assert not kv.is_helped, "only whole passes go through a helper"
         return self.forward_layers(range(layer, layer + 1), hidden, batch, kv)
@@ -326,7 +326,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def receive_from_helper(self, sent: PassAtHelper, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return the logits of a pass that was sent to a helper, as `forward` does, after its answer.
+        """Wait for a helper's answer, compute the layers behind, and return the logits as `forward` does.
 
         Raises HelperLost.
         """

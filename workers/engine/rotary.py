@@ -25,8 +25,8 @@ def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
 
 
 def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1: stretch long wavelengths by `factor`, keep short ones, interpolate
-    others."""
+    """Return frequencies scaled as in Llama 3.1: long wavelengths are stretched by `factor`, short ones kept,
+    those between interpolated."""
     scaling = spec.rope_scaling
     original, low, high = scaling.original_max_position, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
@@ -41,7 +41,7 @@ def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Ten
 def _frequencies_on(spec: ModelSpec, device: torch.device) -> torch.Tensor:
     """Return the inverse frequencies on a device, float32 `[head_dim / 2]`.
 
-    Cached, as a copy would make every batch wait.
+    The result is cached, as a copy would make every batch wait.
     """
     return inverse_frequencies(spec).to(device)
 

@@ -16,7 +16,8 @@ import torch
 from workers.engine.upload import upload
 
 _NUM_LIKELY = 1024
-"""Most likely tokens that are ranked for a filter. With most models nearly all draws are among them."""
+"""How many of the likeliest tokens are ranked for a filter. With most models nearly all draws are among
+them."""
 
 
 def uniform(seed: int, position: int) -> float:

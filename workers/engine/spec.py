@@ -61,8 +61,8 @@ class ModelSpec:
     is_opt: bool = False
     """Whether layers are those of OPT instead of Llama's.
 
-    LayerNorms with biases, with `rms_norm_eps`, instead of RMSNorms; positions as rows that are added to the
-    embedding, with queries and keys that are not rotated; MLPs `relu(x U) D` instead of
+    OPT has LayerNorms with biases, with `rms_norm_eps`, instead of RMSNorms; it adds rows for positions to
+    the embedding, and does not rotate queries and keys; its MLPs are `relu(x U) D` instead of
     `(silu(x G) * x U) D`.
     """
     sliding_window: int | None = None
@@ -84,6 +84,6 @@ class ModelSpec:
         return f"they have no {needed}" if self.is_opt else ""
 
     def layer_sliding_window(self, layer: int) -> int | None:
-        """Return the number of tokens that a query of `layer` sees, itself included; None for all before
-        it."""
+        """Return the number of tokens that a query of `layer` sees, itself included; None if it sees all
+        before it."""
         return self.sliding_window if layer >= self.num_full_attention_layers else None

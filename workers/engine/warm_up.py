@@ -12,8 +12,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 
 _SHORT_LENS = (2, 32, 64)
-"""Lengths in tokens of a prompt's last pass whose products use special kernels, one for each length
-(`skinny_linear`)."""
+"""Lengths of short passes in tokens, one for each kernel that such passes use (`skinny_linear`)."""
 
 
 def warm_up(
@@ -24,8 +23,10 @@ def warm_up(
     max_batch: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Compute chunks of up to `chunk_len` tokens, and a step of each size up to `max_batch`, so that no
-    request waits for the compilation of kernels, the capture of a graph, or the memory of a first large pass.
+    """Compute chunks of up to `chunk_len` tokens, and a decode step of each size up to `max_batch`.
+
+    Later no request waits for the compilation of kernels, the capture of a graph, or the memory of a first
+    large pass.
 
     A whole model captures its graphs, a stage computes its layers. Blocks for seconds, and calls
     `on_progress(done, total)`. The pages are freed again. Raises torch.OutOfMemoryError.

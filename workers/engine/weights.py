@@ -39,7 +39,7 @@ _DUMMY_STD = 0.02
 
 
 def _opt_name(name: str) -> str:
-    """Return the name in OPT's checkpoints of the tensor with this name in Llama's."""
+    """Return the name of a tensor in OPT's checkpoints; `name` is its name in Llama's."""
     match = _NAME.fullmatch(name)
     if match is None:  # the head
         return name
@@ -126,7 +126,7 @@ class Weights:
         *,
         has_ends: bool = True,
     ) -> None:
-        """Without `has_ends` these are the weights of the layers alone, without embedding and head."""
+        """Allocate the weights; without `has_ends` those of the layers alone, without embedding and head."""
         self.spec, self.dtype, self.device, self.part = spec, dtype, device, part
         self._slots: dict[str, _Slot] = {}  # by Hugging Face name
         is_first = has_ends and layers.start == 0
@@ -220,7 +220,7 @@ class Weights:
             yield from zip(names, torch.split(tensor, num_rows), strict=True)
 
     def _named(self, name: str) -> str:
-        """Return the name in the model's checkpoints of the tensor with this name in Llama's."""
+        """Return the name of a tensor in the model's checkpoints; `name` is its name in Llama's."""
         return _opt_name(name) if self.spec.is_opt else name
 
     def _vocab_rows(self, name: str) -> torch.Tensor:

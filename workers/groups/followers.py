@@ -1,4 +1,4 @@
-"""The other ranks of a tensor-parallel group, as the first one sees them.
+"""The first rank's links to the other ranks of its tensor-parallel group, its followers.
 
 All messages to the followers leave in one order, whichever task sends them. So passes reach them in the order
 of this rank's device thread.
@@ -40,7 +40,7 @@ _ERRORS: dict[FailureKind, type[MooncakeError]] = {
 
 
 def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None":
-    """Return the followers of a first rank, listening for them; None if the rank has no group."""
+    """Return the links to a first rank's followers, which listen for them; None if the rank has no group."""
     rank = process.rank
     if rank.size == 1:
         return None
@@ -68,7 +68,7 @@ class Followers:
         self._outbox: asyncio.Queue[msgspec.Struct] = asyncio.Queue()
         self._call_ids = itertools.count(1)
         self._answers: dict[int, list[asyncio.Future[RankResult | None]]] = {}
-        """Answers to calls, by rank."""
+        """The followers' answers to each call in flight, in the order of ranks."""
         self._said: dict[tuple[type, int, int], list[AboutJob]] = {}
         """Messages about a prompt that some followers have sent, but not all."""
         self.lost = asyncio.Event()

@@ -34,13 +34,14 @@ from workers.groups.stage_messages import (
 from workers.groups.stage_pulse import LinkPulse
 
 _PASSES_AHEAD = 2
-"""Passes sent before the next stage has begun them: one in flight, and one so that the stage never waits."""
+"""The most passes that are sent and not begun by the next stage: one in flight, and one so that the stage
+never waits."""
 _MOST_BYTES = 4 << 20
-"""Bytes of hidden states in one message at most."""
+"""The most bytes of hidden states in one message."""
 
 
 def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
-    """Return the link to the stage behind a worker, listening for it; None for the last stage."""
+    """Return the link to the stage behind a worker, which listens for that stage; None for the last stage."""
     stage = process.stage
     if stage.number + 1 == stage.num_stages:
         return None

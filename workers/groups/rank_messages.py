@@ -75,8 +75,8 @@ class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
     """Work: store these device pages in the pool: blocks with `keys`, then `num_private` blocks without a
     key.
 
-    If the sequence `is_parked`, they stay reserved for it. `tokens` are the tokens of the keyed blocks, if
-    followers of KV events may know them.
+    If the sequence `is_parked`, the blocks stay reserved for it. `tokens` are the tokens of the keyed blocks,
+    if followers of KV events may know them.
     """
 
     number: int

@@ -54,8 +54,8 @@ class StageBeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class Usable(msgspec.Struct, tag=True, frozen=True):
-    """The report that a prompt's first `num_blocks` blocks can be reused here, and need not be computed in
-    this round."""
+    """The report that a prompt's first `num_blocks` blocks can be reused in this stage and all behind it, and
+    need not be computed in this round."""
 
     job_id: int
     round: int

@@ -1,4 +1,4 @@
-"""The Conductor's orders about blocks of no running request: pin (context caches), replicate, drop.
+"""The Conductor's orders about blocks, apart from any running request: pin (context caches), replicate, drop.
 
 Owns: passing orders on to later stages or other ranks, fetching copies. Does not know: why blocks are wanted,
 how a pool keeps them.

@@ -1,6 +1,7 @@
 """A worker's link to the Conductor (registration, heartbeats, orders), and to the fronts that get its tokens.
 
-Another Conductor may take the place of the first. It is told of the requests with which the session goes on.
+Another Conductor may take the place of the first one. The new one is told of the requests with which the
+session goes on.
 
 Owns: the connections, whether the instance is registered, how it retires, what heartbeats say of its pools.
 Does not know: how requests are computed, what heartbeats say of the engine.
@@ -54,7 +55,8 @@ from workers.process.unheard import UnheardPrompts
 
 HEARTBEATS_PER_TIMEOUT = 5
 HEARTBEATS_MISSED = 2.5
-"""Silent heartbeats after which a retiring worker stops waiting for the Conductor."""
+"""Heartbeat intervals without a message of the Conductor after which a retiring worker no longer waits for
+it."""
 POLL_S = 0.05
 LEAVE_S = 0.5
 """Seconds in which the last messages may leave."""
@@ -95,7 +97,7 @@ class ConductorLink:
         self._epoch = 0
         """Epoch of the Conductor with which this session was registered last; 0: with none."""
         self._num_connections = 0
-        """Connections to Conductors when the latest one answered the registration."""
+        """The number of connections to Conductors so far, when the latest one answered the registration."""
         self._unheard = UnheardPrompts()
         self._must_register = asyncio.Event()
         self._send_beat: Callable[[], Awaitable[None]] | None = None

@@ -22,7 +22,7 @@ class FrontLinks:
         self._links: dict[str, Dealer[ToFront]] = {}
 
     async def emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """Send outputs with the endpoint of each, in one message to each front."""
+        """Send outputs, each with the endpoint of its front, in one message to each front."""
         by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for endpoint, output in outputs:
             by_front[endpoint].append(output)

@@ -41,7 +41,7 @@ JoinGroup = Callable[[str], AbstractAsyncContextManager[None]]
 class RankRunner(StageRunner):
     """A later rank's runner, which obeys and answers the leader's messages.
 
-    `stage` and `blocks` end with `run`.
+    `run` closes `stage` and `blocks` in the end.
     """
 
     def __init__(

@@ -38,9 +38,10 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 class CpuLayers:
-    """Decoder layers by the CPU's kernels: `workers.engine.model.Layers` and `RankLayers`.
+    """Decoder layers computed by the CPU's kernels.
 
-    Takes the weights out of `weights`, so that they are not held twice.
+    Implements `workers.engine.model.Layers` and `RankLayers`. Takes the weights out of `weights`, so that
+    they are not held twice.
     """
 
     def __init__(self, library: Library, spec: ModelSpec, weights: plain.Weights) -> None:
@@ -70,7 +71,7 @@ class CpuLayers:
                 give_back(matrix)  # malloc would keep it
 
     def free_layers(self, layers: range) -> None:
-        """Return the memory of consecutive layers to the system. Nothing computes them now."""
+        """Return the memory of consecutive layers to the system. No computation may use them meanwhile."""
         freed = [self._layers.pop(layer) for layer in layers]
         give_back_all(packed for layer in freed for packed in layer.packed)
 

@@ -42,8 +42,10 @@ class LayerInputs:
 
 
 class TritonLayers:
-    """Decoder layers by the GPU's kernels, over weights as they were loaded:
-    `workers.engine.model.Layers`."""
+    """Decoder layers computed by the GPU's kernels, over weights as they were loaded.
+
+    Implements `workers.engine.model.Layers`.
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec, self._weights = spec, weights
@@ -129,7 +131,7 @@ class TritonLayers:
         return residual.addmm_(gated, weights.down.t())
 
     def _is_skinny(self, rows: torch.Tensor) -> bool:
-        """Return whether products of these rows take no longer than the reading of their weights."""
+        """Return whether products of these rows take no longer than reading the weights."""
         return self._has_skinny and len(rows) <= MAX_ROWS
 
     def head(self, hidden_rows: torch.Tensor) -> torch.Tensor:

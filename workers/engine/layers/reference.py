@@ -18,8 +18,10 @@ from workers.engine.weights import Weights
 
 
 class TorchLayers:
-    """Decoder layers in torch, over weights as they were loaded: `workers.engine.model.Layers` and
-    `RankLayers`."""
+    """Decoder layers computed by torch, over weights as they were loaded.
+
+    Implements `workers.engine.model.Layers` and `RankLayers`.
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec, self._weights = spec, weights
@@ -39,8 +41,8 @@ class TorchLayers:
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
         """Return the output of attention, without the residual. Keys and values are written to their pages.
 
-        `hidden` and the result: `[num_tokens, hidden_size]`, of the weights' dtype. Of a rank's part of the
-        weights the result is that rank's summand.
+        `hidden` and the result: `[num_tokens, hidden_size]`, of the weights' dtype. With a rank's part of the
+        weights, the result is the rank's summand of the output.
         """
         weights, spec = self._weights.layers[layer], self._spec
         num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv_heads
@@ -78,7 +80,7 @@ class TorchLayers:
         return linear(normed, self._weights.lm_head).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Normalize over the last dimension; the weights' dtype in and out."""
+        """Normalize over the last dimension. `x` and the result have the weights' dtype."""
         if self._spec.is_opt:
             return layer_norm(x, weight.shape, weight, bias, self._spec.rms_norm_eps)
         return _rms_norm(x, weight, self._spec.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""A rank's layers in a tensor-parallel group: each implementation of a layer with the sums over the ranks.
+"""The layers of a tensor-parallel group: each rank computes its part of a layer, and the parts are summed.
 
 Hidden states are the same on every rank, bit for bit, before and after every layer.
 
