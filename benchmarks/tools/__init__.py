@@ -1,1 +1,1 @@
-"""Tools that are installed beside the server: `mooncake-bench`, `mooncake-sim`, `mooncake-plan`; traces."""
+"""Tools that are installed beside the server: `mooncake-bench`, `mooncake-sim`, `mooncake-plan`, loads."""

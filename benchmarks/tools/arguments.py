@@ -1,6 +1,6 @@
-"""Types of options that these commands share.
+"""Parsers of option values, for `mooncake-bench`, `mooncake-sim` and `mooncake-plan`.
 
-Owns: these types. Does not know: any command.
+Owns: these parsers. Does not know: any command.
 """
 
 import argparse

@@ -21,7 +21,7 @@ _NUM_LEGEND_COLUMNS = 2
 
 
 class Latencies(NamedTuple):
-    """Latencies of one run in seconds, of those of its `num_requests` that have a value."""
+    """The latencies of one run in seconds. Requests without a latency count in `num_requests` only."""
 
     label: str
     ttft_s: Sequence[float]
@@ -77,7 +77,7 @@ def goodput_figure(curves: Mapping[str, Iterable[tuple[float, float]]]) -> "Figu
 
 
 class Bars(NamedTuple):
-    """One panel: the values of each side by name, one for each group. All panels have the same groups."""
+    """One panel of `bars_figure`: the name of each side, and the side's values, one for each group."""
 
     title: str
     by_side: Mapping[str, Sequence[float]]
@@ -86,7 +86,7 @@ class Bars(NamedTuple):
 
 
 def bars_figure(groups: Sequence[str], panels: Sequence[Bars]) -> "Figure":
-    """Draw panels side by side; groups go down, and have a horizontal bar for each side."""
+    """Draw panels beside one another. Each has the groups in rows, with a horizontal bar for each side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.5 * len(panels) + 2, 0.9 * len(groups) + 1), layout="constrained")

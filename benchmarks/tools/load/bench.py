@@ -1,6 +1,6 @@
 """The runs of one command: each load against each server, in turn.
 
-Owns: their order, the models of servers, the progress display. Does not know: the command line.
+Owns: the order of runs, the models of servers, the progress display. Does not know: the command line.
 """
 
 import json
@@ -97,7 +97,7 @@ class Bench:
         ]
 
     def outcomes(self) -> list[list[Outcome]]:
-        """Return the outcomes of each of `measured`."""
+        """Return the outcomes of each load and server, in the order of `measured`."""
         return [result.outcomes for result in self._results.values()]
 
     def _warm_up(self, clients: Clients, run: Run) -> None:

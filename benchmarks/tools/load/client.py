@@ -18,7 +18,8 @@ from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Planned, Run
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-"""The environment variable with the server's API key, as other users can read command lines."""
+"""The environment variable with the server's API key. No option has the key, as other users can read command
+lines."""
 LOGGED_CHARS = 300
 REJECTED = 429
 
@@ -50,13 +51,13 @@ class AnswerError(Exception):
 
 
 class EventStream:
-    """A parser of server-sent events, from bytes that are cut anywhere."""
+    """A parser of server-sent events, whose bytes may be cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Return the events that `data` completes."""
+        """Yield the data of the events that `data` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

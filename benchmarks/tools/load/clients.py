@@ -1,7 +1,7 @@
 """The client processes, and the messages between them and the run's process.
 
 Each process generates the whole load and sends its share of it, so that only outcomes pass between processes.
-All start at the same time of the machine's monotonic clock.
+All processes start at the same time of the machine's monotonic clock.
 
 Owns: the processes and their messages. Does not know: what is sent, what outcomes mean.
 """
@@ -31,7 +31,7 @@ READY_TIMEOUT_S = 60.0
 
 
 class ClientError(MooncakeError):
-    """A client process has failed to do its share."""
+    """A client process has failed, or a server does not answer as it should."""
 
 
 class _Ready(NamedTuple):

@@ -1,4 +1,4 @@
-"""Prompts: the same tokens wherever a trace means the same block, other tokens everywhere else.
+"""Prompts that have the same tokens where a trace has the same block, and other tokens everywhere else.
 
 Owns: which tokens stand for which block. Does not know: when prompts are sent.
 """

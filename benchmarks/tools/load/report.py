@@ -20,7 +20,7 @@ OUTCOMES_FILE = "requests.jsonl.gz"
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One server under one load."""
+    """The figures of one server under one load."""
 
     server: str
     load: str

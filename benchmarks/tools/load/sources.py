@@ -20,8 +20,8 @@ from benchmarks.tools.traces.request import TraceError, TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 MOST_TOO_LONG = 10_000
-"""Requests that are left out before the first one that fits. After these the load is given up, as an endless
-load may have none."""
+"""The most requests that are left out before the first one that fits. Then the load is given up, as an
+endless load may have none that fits."""
 
 
 class Source(Protocol):
@@ -78,8 +78,8 @@ class PhasesSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One server under one load. With a `concurrency` requests follow each other, and arrival times are
-    ignored."""
+    """One server under one load. With a `concurrency` so many requests are in flight at a time, and arrival
+    times are ignored."""
 
     url: str = ""
     model: str = ""

@@ -16,8 +16,8 @@ from benchmarks.tools.traces.request import TraceRequest
 from mooncake.errors import ConfigError
 
 FARTHEST = 64
-"""The largest factor between the first rate and others. A cluster that fails at all these rates is
-useless."""
+"""The largest factor between the first rate that is tried and others. A cluster that fails at all these rates
+is useless."""
 
 Load = Callable[[float, int], Iterable[TraceRequest]]
 """A function that returns the requests at a rate, as the n-th seed draws them."""
@@ -95,7 +95,8 @@ class Goodputs:
     def measure(self, setup: Setup, guess_per_s: float, precision: float, step: float = 2.0) -> Bracket:
         """Return the bounds of a cluster's goodput, whose relative distance is at most `precision`.
 
-        The search begins at the guess. The next rates are `step` times as high, or lower by `step` squared.
+        The search begins at the guess. The rate is multiplied by `step` until one is missed, or divided by
+        `step` squared until one is served; then the interval is bisected.
 
         Raises ConfigError for an impossible cluster, and for a load that is too short for an answer.
         """

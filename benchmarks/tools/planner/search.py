@@ -1,13 +1,14 @@
-"""The search for a placement: DistServe's on our simulator, with what is simulated how exactly.
+"""The search for a placement as in DistServe, with our simulator: what is simulated, and how exactly.
 
-Between the two pools goodput rises and falls once: with too few prefill instances TTFT is what is missed,
-with too few decode instances TBT. So from the division that the performance model expects to serve most
-(`conductor.elasticity.capacity`) the search walks to a neighbour while that is better. A rival has to serve
-the rate at which the best cluster so far fails; if it does not, one simulation suffices to know. For coupled
-instances a small chunk size takes more iterations for a prompt, a large one longer iterations: the search
-walks from the middle size in steps that are halved.
+As instances move from one role to the other, goodput rises and falls once: with too few prefill instances the
+TTFT SLO is missed, with too few decode instances the TBT SLO. So from the division that the performance model
+expects to serve most (`conductor.elasticity.capacity`) the search walks to a neighbour while that is better.
+A rival has to serve the rate at which the best cluster so far fails; if it does not, one simulation suffices
+to know. For coupled instances a small chunk size takes more iterations for a prompt, a large one longer
+iterations: the search walks from the middle size in steps that are halved.
 
-What is passed on the way is simulated with one seed, what is compared and reported in the end with all.
+Clusters that the search passes are simulated with one seed; those that it compares in the end and reports,
+with all seeds.
 
 Owns: the order of the search, and what it has found. Does not know: how goodput is found, what it means.
 """
@@ -153,7 +154,7 @@ class Search:
             best = better
 
     def _walk(self, divisions: Sequence[Setup], best: Setup | None, index: int, step: int) -> Setup | None:
-        """Return the best of `divisions`, which are in order, and of the best cluster so far.
+        """Return the best cluster among `best`, the best one so far, and `divisions`, which are in order.
 
         The walk begins at `index`, and tries the divisions `step` before and behind it.
         """

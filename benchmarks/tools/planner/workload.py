@@ -19,8 +19,8 @@ from conductor.performance.model import Sizes
 
 FEWEST_REQUESTS = 600
 NUM_QUEUES, NUM_ANSWERS = 10, 4
-"""The length of a load in TTFT SLOs and in mean answers at the TBT SLO, long enough for a growing queue to
-show."""
+"""The length of a load: so many TTFT SLOs, and so many mean answers at the TBT SLO. It is long enough for a
+growing queue to show."""
 
 Play = Callable[[float, int, int], Iterable[TraceRequest]]
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.tools.simulator.against_real TRACE.jsonl.gz --out FOLDER
 
-Profiles a worker. Then short closed loops on the running server measure what the profile of a single worker
-does not have: the other times before a first token, the variation of iterations, and how much instances on
-the same cores slow each other down (`calibration`). Then replays a part of the trace with shorter lengths
-through HTTP (`mooncake-bench`), simulates the same requests, and compares. Results of an earlier call in
-FOLDER are used again.
+The command profiles a worker. Then short closed loops on the running server measure what the profile of a
+single worker does not have: the other times before a first token, the variation of iterations, and how much
+instances on the same cores slow each other down (`calibration`). Then the command replays a part of the trace
+with shorter lengths through HTTP (`mooncake-bench`), simulates the same requests, and compares the figures.
+Results of an earlier call in FOLDER are used again.
 
 Owns: this machine as a card, the comparison. Does not know: how the server is loaded, how it is simulated.
 """
@@ -70,8 +70,8 @@ class Replay:
     seed: int
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests as the server gets them. Their blocks are the server's own, of the tokens that
-        are sent."""
+        """Yield the requests as the server gets them, with the blocks that the server makes of the sent
+        tokens."""
         run = Run(
             source=TraceSource(self.trace, self.speed, 3.0),
             seed=self.seed,
@@ -154,7 +154,7 @@ def _flat(flags: dict[str, object]) -> list[str]:
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Return the outcomes of a replay, in order of arrival."""
+    """Return the outcomes of the load that was measured into `folder`, in order of arrival."""
     lines = gzip.decompress((folder / "requests.jsonl.gz").read_bytes()).splitlines()
     found = [msgspec.json.decode(line, type=Outcome) for line in lines]
     return sorted(found, key=lambda outcome: outcome.number)
@@ -191,7 +191,8 @@ def simulate(of: Replay, machine: Calibration) -> Results:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One figure of both. They agree if their relative difference is at most `within`."""
+    """One figure of the real server and of the simulation. Both agree if their relative difference is at most
+    `within`."""
 
     name: str
     real: float

@@ -72,8 +72,9 @@ class Corrected(Profiled):
 class Calibration:
     """The measured costs of one machine.
 
-    `slowdowns` are those of prefill and decode beside each other, `join_costs` those of requests that join a
-    batch. `longest_mean`: the mean of the longest tenth of a request's gaps, divided by the mean of all.
+    `slowdowns` are the factors of prefill and of decode, while the other one computes too; `join_costs` are
+    the costs of requests that join a batch. `longest_mean`: the mean of the longest tenth of a request's
+    gaps, divided by the mean of all.
     """
 
     profiled: tuple[Costs, Costs]
@@ -132,7 +133,7 @@ class _Busy:
     num_decoding: float
     gap_s: float
     iteration_s: float
-    """Seconds of an undisturbed iteration with that many requests."""
+    """Seconds of an undisturbed iteration with `num_decoding` requests."""
     each_s: float
 
     @classmethod

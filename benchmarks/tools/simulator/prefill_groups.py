@@ -3,8 +3,9 @@
 - *CPP* (Mooncake, section 5.1): each node has a part of the layers, chunks of the prompt follow one another.
   Hidden states go from node to node, once for each boundary.
 - *Ring attention* (Liu et al., 2023): each node has all layers and a contiguous part of the tokens. In each
-  layer the KVCache of all parts goes round, one step a node, beside the attention to the part before it.
-  A causal mask leaves the node with the first tokens idle in most steps, as all wait for the last one.
+  layer the KVCache of all parts goes round the nodes: in each step a node attends to one part while the next
+  part arrives. A causal mask leaves the node with the first tokens idle in most steps, as all nodes wait for
+  the one with the last tokens.
 - *Striped attention* (Brandon et al., 2023): token i is on node i mod N, so a step is half masked on each.
 
 Owns: these times, by roofline. Does not know: queues, which nodes a prompt gets.
@@ -21,9 +22,9 @@ from mooncake.messages.blocks import DTYPE_BYTES
 from workers.prefill.chunks import LayerCosts
 
 MOST_CHUNK_TOKENS = 8192
-"""Tokens of a pass of CPP at most."""
+"""The most tokens of a pass of CPP."""
 STEP_S = 20e-6
-"""Seconds of a step of the ring alone: the launch of a kernel, and of a transfer."""
+"""Seconds that a step of the ring takes in any case: the launch of a kernel, and of a transfer."""
 
 
 class Attention(StrEnum):
@@ -73,8 +74,8 @@ class PrefillNodes:
         return STATED.iteration_overhead_s + linear_s + self._steps_s(part, num_nodes, attention)
 
     def _steps_s(self, part: float, num_nodes: int, attention: Attention) -> float:
-        """Return the seconds of attention in all layers: of the slowest node in each step, or of the transfer
-        beside it."""
+        """Return the seconds of attention in all layers. Each step takes as long as the slowest node, or as
+        the transfer beside it."""
         num_layers, block_s = self.model.num_layers, part * part * self._pair_s
         send_s = num_layers * STEP_S + part * self.model.kv_bytes_per_token / self._bytes_per_s
         # The last node has nothing masked but in the first step; striped, half is masked on every node.

@@ -16,7 +16,7 @@ REPORT_FILE = "report.json"
 
 
 class SimulatedRun(msgspec.Struct, frozen=True):
-    """One load on one cluster. `reasons`: the numbers of rejections by reason."""
+    """The figures of one load on one cluster. `reasons`: the numbers of rejections by reason."""
 
     cluster: str
     load: str

@@ -79,7 +79,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     load_threshold: float = PolicySettings().load_threshold
     overload: Overload = Overload.PREDICTION
     max_waiting: int = 0
-    """Requests that are deferred instead of rejected while decode's load is too high, at most."""
+    """The most requests that are deferred instead of rejected while decode's load is too high."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     block_tokens: int = BLOCK_TOKENS
     """Tokens of a KVCache block. The blocks of loads consist of whole ones."""

@@ -65,7 +65,7 @@ class Summary(msgspec.Struct, frozen=True):
     fetched_share: float
     """The share of all input tokens that came from other instances."""
     prefill_s_per_request: float
-    """Seconds of a device for each request."""
+    """The mean seconds of a device for the prefill of a request."""
 
     @property
     def effective_share(self) -> float:

@@ -1,4 +1,4 @@
-"""Arrival times where no trace has them.
+"""Arrival times for loads that are made without a trace.
 
 Owns: arrival processes. Does not know: requests.
 """

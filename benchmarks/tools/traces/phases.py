@@ -22,8 +22,7 @@ class Phase(NamedTuple):
 
 
 def in_phases(phases: Sequence[Phase], burstiness: float, seed: int) -> Iterator[TraceRequest]:
-    """Yield the requests of the phases in turn, and then of the first again, without end. Prompts share
-    nothing.
+    """Yield the requests of the phases in turn, over and over, without end. Prompts share nothing.
 
     Args:
         phases: The phases; at least one.

@@ -1,4 +1,4 @@
-"""Changes of a played trace: without its ticks, faster, with other lengths, in part.
+"""Changes of a trace that is played: without the ticks of its clock, at another speed, a part of it.
 
 Each function takes requests in the order of their arrival and yields them in that order, one at a time.
 

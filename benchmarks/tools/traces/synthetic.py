@@ -1,8 +1,8 @@
-"""Synthetic loads: conversations of several turns, with prefixes that everybody shares.
+"""Synthetic loads: conversations of several turns, with a prefix that all prompts share.
 
-A request begins a conversation, or follows an earlier one: then its prompt begins with the whole blocks of
-that one's prompt, or, where the user went back and changed something, with a share of them, and has new
-tokens behind. Earlier answers are among the new tokens, as the load cannot know the ids of their blocks.
+A request begins a conversation, or continues one. Then its prompt begins with the whole blocks of an earlier
+prompt, or with a share of these blocks where the user went back and changed something, and new tokens follow.
+Earlier answers are among the new tokens, as the load cannot know the ids of their blocks.
 
 Owns: the model of a load and its parameters. Does not know: where the parameters come from (`fitting`).
 """
@@ -19,14 +19,14 @@ from benchmarks.tools.traces.arrivals import arrivals
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceRequest, num_blocks_of
 
 MAX_OPEN = 20_000
-"""Conversations that may still be continued; the oldest are forgotten first."""
+"""Conversations that can be continued, up to twice as many at times; the oldest are forgotten first."""
 
 Values = tuple[float, ...]
 """A distribution as the means of its equally likely parts, ascending. One value is a constant."""
 
 
 class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters, in the form of the JSON that `mooncake-bench fit` writes."""
+    """The parameters of a load, in the form of the JSON that `mooncake-bench fit` writes."""
 
     rate_per_s: float
     first_input_tokens: Values
@@ -71,7 +71,7 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampler:
-    """A sampler that draws from `Values`, also between the parts' means, with the mean of the whole."""
+    """A sampler that draws from `Values`, also between the parts' means. Draws have the mean of all parts."""
 
     def __init__(self, values: Values) -> None:
         gaps = [after - before for before, after in itertools.pairwise(values)]

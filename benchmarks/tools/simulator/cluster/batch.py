@@ -1,11 +1,11 @@
 """A running batch of continuous batching, advanced many iterations at a time.
 
-While nobody joins or leaves, iteration i of a run takes `fixed_s + kv_token_s * (num_kv_tokens + i * size)`,
-so the time of n iterations is a sum in closed form, and so is the number of iterations that have begun by a
-given time. The gaps between a request's tokens are kept as runs of iterations, not token by token.
+While no request joins or leaves, iteration i of a run takes `fixed_s + kv_token_s * (num_kv_tokens + i *
+size)`, so the time of n iterations is a sum in closed form, and so is the number of iterations that have
+begun by a given time. The gaps between a request's tokens are kept as runs of iterations, not token by token.
 
-Owns: who is in the batch, how many iterations it has made, the times between tokens. Does not know: the
-clock, why somebody joins.
+Owns: the members of the batch, the number of its iterations, the times between tokens. Does not know: the
+clock, why a request joins.
 """
 
 import heapq
@@ -44,7 +44,7 @@ class Member:
 
 
 class IterationCost(NamedTuple):
-    """The cost of an iteration of a batch as it is: a fixed part, and one for each token of KVCache."""
+    """The cost of an iteration of the present batch: a fixed part, and a part for each token of KVCache."""
 
     fixed_s: float
     kv_token_s: float
@@ -76,7 +76,7 @@ class Batch:
         self._leaving: list[tuple[int, int, Member]] = []
         """Members by last iteration; removed ones are still among them."""
         self._runs: Gaps = []
-        """(iterations, seconds of each); without iterations: a stall"""
+        """Runs as (iterations, seconds of each iteration); a run of 0 iterations is a stall."""
         self._num_dropped_runs = 0
 
     @property

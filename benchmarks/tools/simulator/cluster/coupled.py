@@ -1,9 +1,9 @@
 """Simulated rivals: instances that prefill and decode in one batch, each with a prefix cache of its own.
 
-Two kinds, as vLLM can be run: prompts are computed whole, in iterations of their own for which the running
-requests wait; or in chunks that share iterations with them. The KVCache of finished requests stays on the
-device until its pages are needed (the pool's code, least recently used first). Pages for a prompt and its
-answer are taken together, so that no request is ever preempted, which favours the rival.
+There are two kinds, as vLLM can be run. Prompts are computed whole, in iterations of their own for which the
+running requests wait; or in chunks that share iterations with the running requests. The KVCache of finished
+requests stays on the device until its pages are needed (the pool's code, least recently used first). Pages
+for a prompt and its answer are taken together, so that no request is ever preempted, which favours the rival.
 
 Owns: one coupled instance. Does not know: which requests it gets.
 """
@@ -35,10 +35,10 @@ class CoupledSequence:
 
 
 class CoupledInstance:
-    """A coupled instance. `chunk_tokens`: tokens of an iteration at most, if prompts are computed in chunks;
-    None: they are not.
+    """A coupled instance.
 
-    A whole prompt is computed with others up to `max_prefill_tokens`.
+    `chunk_tokens`: the most tokens of an iteration, if prompts are computed in chunks. None: prompts are
+    computed whole, several together up to `max_prefill_tokens`.
     """
 
     def __init__(

@@ -15,10 +15,11 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class CoupledCluster:
-    """A cluster of instances that do both stages. Each request is placed on the one with the fewest.
-    `chunk_tokens` as in `CoupledInstance`.
+    """A cluster of instances that do both stages. Each request is placed on the instance with the fewest
+    requests.
 
-    The prefix cache of each has the device memory that the weights leave.
+    `chunk_tokens` is as in `CoupledInstance`. An instance's prefix cache has the device memory that the
+    weights leave.
     """
 
     def __init__(

@@ -10,8 +10,11 @@ from benchmarks.tools.simulator.cluster.machines.clock import Clock
 
 
 class BatchRunner:
-    """A runner of one batch. `iteration_cost` is that of the present batch. `on_end(num_iterations, seconds,
-    ended members)` is called when a run has ended; the next run must be started."""
+    """A runner of one batch. `iteration_cost` returns the cost of the present batch.
+
+    `on_end(num_iterations, seconds, ended members)` is called when a run has ended. No other run begins
+    before the next call of `start`.
+    """
 
     def __init__(
         self,

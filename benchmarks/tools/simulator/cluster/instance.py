@@ -43,7 +43,7 @@ class Instance:
                 self.decode.receive(message)
 
     def heartbeat(self) -> Heartbeat:
-        """Send the heartbeat of a worker with the present role."""
+        """Return the heartbeat of a worker with the present role."""
         pools = {self.node.name: self.node.pool_stats()}
         prefill, decode = self.prefill, self.decode
         if self.node.role is Role.PREFILL and not decode.num_sequences:

@@ -61,7 +61,7 @@ class Node:
         return (PoolShard(self.messenger, self.layout),)
 
     def pool_stats(self) -> PoolStats:
-        """Return the pool's counters for heartbeats; unread ones stay zero."""
+        """Return the pool's counters for heartbeats; counters that no simulation reads stay zero."""
         allocator, num_pages = self.pool.allocator, self.pool.num_pages
         num_sealed = len(allocator.index)
         return PoolStats(

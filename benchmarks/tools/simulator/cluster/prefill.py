@@ -1,8 +1,8 @@
 """A simulated prefill instance: the server's own queue, with passes as long as the cost model says.
 
-A prompt's prefix comes from the own part of the pool, over PCIe, or from the instance that its order names,
-over the network; both layer by layer beside the computation. New KVCache streams to the decode instance
-meanwhile.
+A prompt's prefix comes from this instance's part of the pool, over PCIe, or from the instance that the order
+names, over the network; both layer by layer beside the computation. New KVCache streams to the decode
+instance meanwhile.
 
 Owns: prefill jobs. Does not know: who placed them here, decoding.
 """

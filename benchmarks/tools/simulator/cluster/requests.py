@@ -83,7 +83,8 @@ _NEVER = float("nan")
 
 
 class Results:
-    """One row for each request that has ended, 80 bytes; a column by its name, as an array.
+    """The results of all requests that have ended, in a row of 80 bytes each. The index is a column's name,
+    and gives an array.
 
     `ttft_s` and `tbt_s` are NaN where a request had no such time; tokens of requests that did not finish do
     not count as output.

@@ -1,4 +1,4 @@
-"""The shape of an instance in a simulated cluster: the properties that all of its instances share.
+"""The shape of the instances of a simulated cluster: the properties that all of them share.
 
 Owns: this description. Does not know: instances, clusters.
 """

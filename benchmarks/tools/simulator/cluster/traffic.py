@@ -1,7 +1,7 @@
 """An instance's transfers with others, as its messenger reports them in heartbeats.
 
-Owns: the transfers in flight at this instance's request, and their recent bandwidth, by peer. Does not know:
-what is sent.
+Owns: the transfers in flight that this instance has asked for, and their recent bandwidth, by peer. Does not
+know: what is sent.
 """
 
 from collections.abc import Callable

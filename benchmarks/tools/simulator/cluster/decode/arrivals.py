@@ -1,8 +1,8 @@
 """A request's way into the batch of a simulated decode instance.
 
 The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
-again whenever somebody leaves the batch, while there is time until the first token is due. Prompts that are
-inlined (`inlining`) keep their pages, in the pool until they are computed.
+again whenever a request leaves the batch, while there is time until the first token is due. Prompts that are
+inlined (`inlining`) keep their pages in the pool until they are computed.
 
 Owns: the order of events until a sequence waits for the batch. Does not know: iterations.
 """
@@ -28,11 +28,11 @@ class Arrivals:
 
     Args:
         node: The instance.
-        sequences: Its sequences.
-        batch: Its batch.
+        sequences: The instance's sequences.
+        batch: The instance's batch.
         double_check: The rule.
-        inlined: The prompts that it computes.
-        enter: Called with a sequence that has its KVCache, or is to be computed, on the device.
+        inlined: The prompts that the instance computes.
+        enter: Called with a sequence whose KVCache is on the device, or is to be computed there.
         finish: Called with a sequence that has all its tokens.
         checks_reservations: Whether the double check is made also when pages are reserved.
     """

@@ -20,7 +20,7 @@ from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiti
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt of whose tokens `num_done` have KVCache."""
+    """An inlined prompt. Its first `num_done` tokens have KVCache."""
 
     request: SimulatedRequest
     member: Member
@@ -63,7 +63,7 @@ class PrefixTurns:
     def __init__(self, block_tokens: int) -> None:
         self._num_blocks = num_blocks_worth_waiting(block_tokens)
         self._num_held: dict[Prompt, int] = {}
-        """Blocks that are not computed, by prompt in order of arrival; 0 until it has its pages."""
+        """Leading blocks that the pool held, by prompt in order of arrival; 0 until the prompt has pages."""
         self._waiting: dict[Prompt, Callable[[], None]] = {}
 
     def add(self, prompt: Prompt, begin: Callable[[], None]) -> None:

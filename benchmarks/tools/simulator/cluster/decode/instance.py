@@ -50,7 +50,7 @@ class DecodeInstance:
         self._max_batch, self.capacity_tokens = max_batch, capacity_tokens
         self._find_request, self._join_costs = find_request, join_costs
         self._joining_s = 0.0
-        """Seconds that the next iteration takes longer, for those who join it."""
+        """Seconds by which the next iteration is longer, because of the requests that join it."""
         self.batch = Batch()
         self._runner = BatchRunner(node.clock, self._iteration_cost, self.batch, self._run_ended)
         if node.machine is not None:
@@ -298,7 +298,7 @@ class DecodeInstance:
         self._abort(sequence.ref)
 
     def continue_(self, ref: Ref, request: SimulatedRequest, num_loaded: int) -> None:
-        """Decode a migrated request, of whose first tokens `num_loaded` have KVCache here."""
+        """Decode a migrated request. Its first `num_loaded` tokens have KVCache here."""
         assert request.member is not None
         sequence = Sequence(ref, request, request.member, None, has_begun=True, has_arrived=True)
         self._sequences.add(sequence)

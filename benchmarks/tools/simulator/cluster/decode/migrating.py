@@ -2,7 +2,7 @@
 
 The source stores blocks over PCIe, the destination fetches them over the network, in competition with all
 other transfers, and loads them over PCIe, all beside the batches. The tokens behind the loaded blocks are
-computed again with the destination's next iteration. Pages of the pools that copies take are not counted.
+computed again with the destination's next iteration. Pool pages of the copies are not counted.
 
 Owns: requests that come, and the orders of a migration. Does not know: why a request moves, who is batched.
 """
@@ -38,28 +38,28 @@ class _Coming:
     num_loaded: int = 0
     """Tokens whose KVCache is on the device."""
     num_held: int = 0
-    """Device tokens that are held for it."""
+    """Device tokens that are held for the request."""
     transfer: Transfer | None = None
 
 
 class Migrating:
-    """Carries out the orders of migrations."""
+    """The migrations from and to one instance, which carries out their orders."""
 
     def __init__(self, instance: "DecodeInstance", find_request: Callable[[str], SimulatedRequest]) -> None:
         self._instance, self._node, self._find_request = instance, instance.node, find_request
         self._coming: dict[Ref, _Coming] = {}
         self._num_stored: dict[Ref, int] = {}
-        """Tokens of requests here whose blocks the pool has, because they migrate."""
+        """Tokens whose blocks are stored in the pool, by request that migrates from here."""
         self.num_held_tokens = 0
         """Device tokens that are held for requests that come."""
 
     @property
     def num_held(self) -> int:
-        """Slots that are held for requests that come."""
+        """The number of batch slots that are held for requests that come."""
         return len(self._coming)
 
     def receive(self, order: MigrationOrder) -> None:
-        """Receive an order of the Conductor. What is about a request that has ended is dropped."""
+        """Receive an order of the Conductor. An order about a request that has ended is dropped."""
         match order:
             case PreCopy():
                 self._instance.between_iterations(partial(self._pre_copy, order))
@@ -80,12 +80,12 @@ class Migrating:
                 self._node.traffic.cancel(coming.transfer)
 
     def _full_tokens(self, num_tokens: int) -> int:
-        """Tokens of full blocks; the newest token has no KVCache."""
+        """Return the number of tokens in full blocks; the newest token has no KVCache."""
         block_size = self._node.layout.block_size
         return (num_tokens - 1) // block_size * block_size
 
     def _copy_s(self, num_tokens: int) -> float:
-        """Seconds between pool and device."""
+        """Return the seconds of a copy between pool and device."""
         return num_tokens * self._node.kv_bytes_per_token / self._node.pcie_bytes_per_s
 
     # -- source -------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Migrating:
         )
 
     def _num_in_pool(self, request: Request) -> int:
-        """Tokens of the prompt's leading blocks that the own pool has."""
+        """Return the number of tokens in the prompt's leading blocks that this instance's pool has."""
         index, keys = self._node.pool.allocator.index, request.block_keys
         num_blocks = next((number for number, key in enumerate(keys) if key not in index), len(keys))
         return num_blocks * self._node.layout.block_size

@@ -1,6 +1,6 @@
 """The requests at a simulated decode instance.
 
-Owns: their state. Does not know: what changes it.
+Owns: the state of these requests. Does not know: what changes it.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from mooncake.messages.requests import Ref
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request at a decode instance. `has_begun`: its first token may leave."""
+    """One request at a decode instance. `has_begun`: whether its first token may leave."""
 
     ref: Ref
     request: SimulatedRequest
@@ -63,7 +63,7 @@ class Sequences:
         self.num_outside_tokens = 0
         """Tokens of all sequences that are not in the batch."""
         self.num_begun_outside_tokens = 0
-        """Tokens of the ones among them that have begun."""
+        """Tokens of the sequences that have begun and are not in the batch."""
 
     def __len__(self) -> int:
         return len(self._by_ref)

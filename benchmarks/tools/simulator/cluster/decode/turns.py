@@ -35,8 +35,8 @@ class Turns:
         return len(self._waiting)
 
     def add(self, sequence: Sequence, time_left_s: float | None) -> None:
-        """Queue a sequence, which is refused if it has no turn within `time_left_s`; with None, if it has
-        none now."""
+        """Queue a sequence, which is refused if it gets no turn within `time_left_s`; with None, if it gets
+        none at once."""
         self._waiting.append(sequence)
         if time_left_s is not None:
             sequence.due_s = self._clock.now_s + time_left_s

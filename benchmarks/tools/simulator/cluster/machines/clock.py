@@ -1,5 +1,4 @@
-"""The virtual clock: actions at their times, in order; at equal times in the order in which they were
-planned.
+"""The virtual clock, which runs actions at their times; actions of one time in the order of planning.
 
 Owns: time. Does not know: the actions.
 """

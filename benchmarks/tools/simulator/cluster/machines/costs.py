@@ -35,10 +35,11 @@ class Costs(Protocol):
 
 
 class Roofline:
-    """Linear layers take the longer of computing and reading the weights; attention is added.
+    """Costs by roofline: linear layers take the longer of computing and reading the weights; attention is
+    added.
 
     Causal attention over n new tokens behind p others takes 4 * layers * hidden * n * (p + n / 2)
-    floating-point operations, the linear layers 2 a weight and token.
+    floating-point operations, the linear layers take 2 for each weight and token.
     """
 
     def __init__(self, model: ModelCard, hardware: HardwareCard, efficiencies: Efficiencies = STATED) -> None:
@@ -65,10 +66,10 @@ class Roofline:
 
 
 class Profiled:
-    """Polynomials, as `mooncake-serve profile` fits them to a real worker (mooncake.messages.costs):
+    """Costs by polynomials, as `mooncake-serve profile` fits them to a real worker (mooncake.messages.costs).
 
-    prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2), where prompts share a
-    pass its c0 counts once; one iteration of b requests with k KV tokens: c0 + c1 * b + c2 * k.
+    Prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2); c0 counts once for
+    prompts that share a pass. One iteration of b requests with k KV tokens: c0 + c1 * b + c2 * k.
     """
 
     def __init__(self, prefill: Polynomial, decode: Polynomial) -> None:
