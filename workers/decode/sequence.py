@@ -213,11 +213,11 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the request stays on this instance: its first token may leave, or will be drawn here."""
+        """Whether the instance has accepted the request: its first token may leave, or will be drawn here."""
         return self.has_drawn or self.state is not SequenceState.NEW
 
     def note_left(self) -> None:
-        """Set `left` and `prefilled`: the sequence has left the batch, and nothing uses its pages."""
+        """Set `left` and `prefilled`: the sequence has left the batch, and no iteration uses its pages."""
         self.left.set()
         self.prefilled.set()
 

@@ -186,7 +186,7 @@ class DecoderModel:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of memory that the weights of a layer take, where a helper can have it
+        """Bytes of memory that the weights of a layer take. To be used only where a helper can have layers
         (`why_not_helped`)."""
         return self._cpu_layers.layer_bytes
 

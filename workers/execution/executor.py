@@ -85,7 +85,7 @@ class Executor:
         """Make `call` on the device thread, and return its result.
 
         A cancelled caller calls `on_cancel`, which may shorten the call, and waits until the call has ended:
-        only then may its pages be freed.
+        only then may the pages that the call uses be freed.
         """
         ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
         return await wait_to_end(ended, on_cancel)

@@ -1,9 +1,8 @@
 """The order in which prompts of several tenants are computed: fair queueing, in tokens.
 
-Between tenants, the prompt that would end first if all tenants' prompts were computed side by side goes first
-(the fair sojourn protocol, Friedman and Henderson, SIGMETRICS 2003). So a short prompt waits neither for one
-long prompt of another tenant nor for a hundred short ones, and no prompt ends much later than with equal
-shares.
+Between tenants, prompts go in the order in which they would end if all tenants were served side by side (the
+fair sojourn protocol, Friedman and Henderson, SIGMETRICS 2003). So a short prompt waits neither for one long
+prompt of another tenant nor for a hundred short ones, and no prompt ends much later than with equal shares.
 
 Within a tenant, prompts are computed in order of arrival; but the second prompt of an answer counts as
 arriving when the first one's tokens have been computed (start-time fair queueing, Goyal et al., SIGCOMM

@@ -64,7 +64,7 @@ class PassRecord:
         """Make a context in which a pass of these requests (None: unknown) is recorded as running.
 
         Use it on the device thread. An error that is not `expected` will end this process. While another pass
-        cuts in, that pass is recorded.
+        cuts in, only the other pass is recorded.
         """
         outer, self._running = self._running, refs
         self._note_running()

@@ -53,7 +53,7 @@ class AwaitArrival(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
-    """Work: reserve blocks, and fetch those that this pool lacks from the pools of another instance.
+    """Work: reserve blocks, and fetch from the pools of another instance those that this pool lacks.
 
     Answered with `BlocksFetched`. Earlier pages of the sequence are released.
     """

@@ -1,8 +1,8 @@
 """The cut of a prompt into chunks for a pipeline of stages (chunked pipeline parallelism, Mooncake, section
 5.1).
 
-While a stage computes chunk c, the one before it computes chunk c + 1. All of them are busy only if chunks
-take equally long, and a token behind a long prefix takes longer than the first ones: its attention reads all
+While a stage computes chunk c, the stage before it computes chunk c + 1. All stages are busy only if chunks
+take equally long. A token behind a long prefix takes longer than the first tokens, as its attention reads all
 keys before it. So chunks shrink as the prefix grows.
 
 Owns: that arithmetic. Does not know: requests, stages.

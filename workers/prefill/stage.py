@@ -66,7 +66,7 @@ def stage_of(
 
 
 class Stage:
-    """The prompts of a stage and their passes. `transfers` end with `close`."""
+    """The prompts of a stage and their passes. `close` ends `transfers`."""
 
     def __init__(
         self,

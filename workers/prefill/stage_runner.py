@@ -1,4 +1,4 @@
-"""The runner of a later stage of a prefill pipeline, which follows the first one (Mooncake, section 5.1).
+"""The runner of a later stage of a prefill pipeline, which follows the first stage (Mooncake, section 5.1).
 
 Owns: the loop of its passes, its answers. Does not know: the queue of prompts, the Conductor.
 """

@@ -1,4 +1,4 @@
-"""The runner of a later rank of a tensor-parallel group, which follows the first one.
+"""The runner of a later rank of a tensor-parallel group, which follows the first rank.
 
 A prompt is served as in a stage of a pipeline (`stage_runner`); passes of prompts and iterations come from
 the first rank, and are computed in its order.

@@ -1,1 +1,1 @@
-"""Instances whose engine is vLLM: its server beside our messenger, and the worker that speaks for it."""
+"""Instances whose engine is vLLM: its server, and the worker between server, messenger and Conductor."""

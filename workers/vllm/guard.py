@@ -19,7 +19,7 @@ from pathlib import Path
 from workers.vllm.processes import members
 
 GRACE_S = 2.0
-"""Seconds that the command has to end its own processes, less than a worker has to end
+"""Seconds that the command has to end its own processes. A worker has longer to end
 (`mooncake.node.process.STOP_DEADLINE_S`). A vLLM that starts does not end by itself while it compiles."""
 TRACKER_S = 5.0
 """Seconds that resource trackers have to clean up after killed processes."""

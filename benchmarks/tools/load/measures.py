@@ -1,6 +1,6 @@
 """Figures of a whole run, computed from its outcomes.
 
-Owns: goodput, attainment, percentiles, and whether the client was fast enough for them to be valid. Does not
+Owns: goodput, attainment, percentiles, and whether the client was fast enough for valid figures. Does not
 know: how outcomes came about, how figures are shown.
 
 A request is *effective* when it finished with TTFT and TBT both within their SLOs; goodput is effective

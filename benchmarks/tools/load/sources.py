@@ -100,7 +100,7 @@ class Run:
 
 
 class Load(NamedTuple):
-    """One of the loads to measure under, as in `Run`."""
+    """One of the loads under which servers are measured. The fields are as in `Run`."""
 
     name: str
     rate_per_s: float | None

@@ -73,7 +73,7 @@ class Plan(msgspec.Struct, frozen=True):
 class Search:
     """The search for the best cluster of `num_devices`, in instances of one of `group_sizes`.
 
-    `base` has model, hardware, SLOs and policies. `goodputs` are with all seeds.
+    `base` has model, hardware, SLOs and policies. `goodputs` simulates with all seeds.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ LOOPS = {
     BUSY_LONG: Loop(1536, 48, concurrency=4, num_requests=16, seed=105),
 }
 BUSY_LOOPS = (BUSY_SHORT, BUSY, BUSY_LONG)
-"""Loops with as many requests at a time as it takes for a prompt to be computed at all times."""
+"""Loops with so many requests at a time that some prompt is always being computed."""
 PASS_TOKENS = 512
 
 

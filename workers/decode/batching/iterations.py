@@ -209,7 +209,7 @@ class Iterations:
         self._at_helper: deque[Iteration] = deque()
         """The iterations in flight whose rest is to be computed when the helper has answered."""
         self._num_idle_calls = 0
-        """Calls to the device thread that have not looked yet for an iteration to begin, or to go on with."""
+        """Calls on the device thread, or queued for it, that have taken no iteration yet."""
         self._calls: deque[Future[Iteration | None]] = deque()
 
     def receive(self) -> list[Iteration]:

@@ -100,7 +100,7 @@ class GroupBlocks:
             raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
 
     async def fetch(self, sequence: Sequence, keys: list[BlockKey], shards: tuple[PoolShard, ...]) -> int:
-        """Fetch blocks that the ranks' pools lack from another instance.
+        """Fetch from another instance the blocks that the ranks' pools lack.
 
         Returns how many leading blocks all ranks have then.
         """

@@ -52,7 +52,7 @@ class _Holding:
 
 
 class SequenceBlocks:
-    """The blocks of all sequences in one rank. `transfers` end with `close`."""
+    """The blocks of all sequences in one rank. `close` ends `transfers`."""
 
     def __init__(self, pool: WorkerClient, transfers: BlockTransfers) -> None:
         self._pool, self._transfers = pool, transfers

@@ -18,7 +18,7 @@ PROMPT_DECAY = 0.9
 MIN_ITERATIONS = 8
 """Measured iterations before the first prediction."""
 MAX_MIXED_IN_A_ROW = 64
-"""Iterations with prompts in a row after which they too are used to learn the cost of decoding."""
+"""The number of iterations with prompts in a row after which the cost of decoding is learned from them."""
 _TOKENS_PER_UNIT = 1000.0
 """KV tokens of a unit of the line, so that its features have similar sizes."""
 _RIDGE = 0.01

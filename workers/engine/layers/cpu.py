@@ -115,7 +115,7 @@ class CpuLayers:
     ) -> torch.Tensor:
         """Compute consecutive layers in one call. Returns hidden states `[T, hidden_size]`.
 
-        Raises HelperLost if a helper has some of the heads.
+        Raises HelperLost if a helper that has some of the heads is lost.
         """
         heads, helped = self._heads, None
         if kv.moved is not None:

@@ -109,7 +109,7 @@ class DisaggregatedCluster:
         self._live: dict[str, SimulatedRequest] = {}
         self._nodes: dict[str, Node] = {}
         self._instances: dict[bytes, Instance] = {}
-        """Instances by identity, those that have left among them."""
+        """All instances by identity, including those that have left."""
         self._num_of_role = Counter[Role]()
         for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode), (Role.BOTH, num_both)):
             for _ in range(number):

@@ -46,7 +46,7 @@ class Node:
     block_bytes: int = field(init=False)
     kv_bytes_per_token: float = field(init=False)
     busy_s: float = 0.0
-    """Seconds for which the device was busy, up to the last end."""
+    """Seconds for which the device was busy, up to the end of the latest pass or iteration."""
 
     def __post_init__(self) -> None:
         self.outgoing, self.incoming = Port(self.nic_bytes_per_s), Port(self.nic_bytes_per_s)

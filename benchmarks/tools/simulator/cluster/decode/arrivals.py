@@ -97,7 +97,7 @@ class Arrivals:
             self._begin_inlined(sequence, sequence.prompt, reservation)
 
     def _begin_inlined(self, sequence: Sequence, prompt: Prompt, reservation: Reservation) -> None:
-        """Begin a prompt that is computed behind what the pool holds of it."""
+        """Begin an inlined prompt. It is computed behind the blocks that the pool holds."""
         num_found = reservation.num_found * prompt.request.block_tokens
         prompt.request.num_cached_tokens = prompt.num_done = min(
             num_found, prompt.request.num_reusable_tokens

@@ -49,7 +49,7 @@ class Mixed:
 
     @property
     def shares(self) -> list[PromptShare]:
-        """The chunks for the cost model."""
+        """The chunks in the form of the cost model."""
         return [PromptShare(num_tokens, prompt.num_done) for prompt, num_tokens in self.chunks]
 
 
