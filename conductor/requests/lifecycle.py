@@ -36,7 +36,7 @@ class RequestState(Enum):
     INTERRUPTED = auto()  # its front was asked how far its output has come
     RESERVING = auto()  # the decode instance was asked for pages
     PREFILLING = auto()  # the prefill instance computes the prompt, or the decode instance if it inlines it
-    DECODING = auto()  # prefill has ended; the decode instance owns the request
+    DECODING = auto()  # prefill has ended; the decode instance computes the answer
     FINISHED = auto()
     ABORTED = auto()  # its client or front does not want it any more
     REJECTED = auto()  # rejected before its client has got anything

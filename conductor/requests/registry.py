@@ -273,7 +273,7 @@ class Requests:
         cost: MigrationCost,
         now_s: float,
     ) -> list[Effect]:
-        """Reserve a share of `destination` for a request that is decoded, and order the first copies."""
+        """Reserve a share of `destination` for a decoding request, and order the first copies."""
         assert tracked.migration is None
         share = self._assignments.reserve(tracked.placed, destination, cost.num_bytes)
         destination.requests[tracked.request_id] = share.num_tokens

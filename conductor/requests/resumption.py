@@ -105,7 +105,7 @@ class Resumption:
         return True
 
     def lose(self, lost: list[Instance]) -> None:
-        """Forget the reports of lost instances."""
+        """Forget that lost instances hold attempts."""
         gone = {instance.identity for instance in lost}
         for attempt in [of for attempts in self._attempts.values() for of in attempts.values()]:
             attempt.holders = {

@@ -55,7 +55,8 @@ class _Loss:
 class Suspicion:
     """The losses of which a running request is suspected, and those of which reports may still come.
 
-    Where only one instance can take a request, `max_attempts` failed lives of it are proof.
+    Where only one instance can take a request, `max_attempts` failed lives of that instance prove that the
+    request ends instances.
     """
 
     def __init__(self, max_attempts: int) -> None:

@@ -236,8 +236,8 @@ class Backend:
 class Backends:
     """The pools of a client, in the order in which they are asked.
 
-    If no pool answers, all methods raise PoolError, or MismatchError if one holds other blocks now, or
-    ConfigError if one has another key now.
+    If no pool answers, all methods raise PoolError; MismatchError if a pool now belongs to another model or
+    layout; ConfigError if a pool now has another cluster key.
     """
 
     def __init__(self, backends: Sequence[Backend]) -> None:

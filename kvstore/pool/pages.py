@@ -4,7 +4,7 @@
                 |            |
                 +------------+--> QUARANTINED --> FREE
                 |
-                +--> FREE     (a private page, or one whose write was given up)
+                +--> FREE     (a private page, one whose write was given up, or whose key is sealed elsewhere)
 
 A process may die between any two writes to the table. So each transition writes its fields in one order:
 

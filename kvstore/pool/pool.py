@@ -10,7 +10,7 @@ Invariants:
 - the users of a page (see allocator) are its reservations, its leases, its hard pin and its holds, no others;
 - a page is RESERVED iff exactly one reservation has it and its block was never sealed there: the block is
   incomplete, has no key, or another block was sealed under its key first;
-- a page with a user is never evicted and never given to somebody else.
+- a page with a user is never evicted, and never reused for another block.
 
 `check_integrity` checks the first, and that each RESERVED page is in exactly one reservation.
 
@@ -348,7 +348,7 @@ class Pool:
             self._free(page)
         if self._num_holds:
             for page in pages:
-                # Only transfers have the page still, as its reservation is gone. It is out of use until they
+                # Only holds are left, as the reservation is gone. The page is out of use until they
                 # end: their bytes must not reach its next owner. (A SEALED page is only read by them.)
                 if (
                     self.table.state_of[page] == RESERVED

@@ -1,11 +1,12 @@
 """Grants: pages of a reservation that other messengers may write to.
 
 This module is the receiving half of a transfer. Every remote write names grant, page and generation, and is
-refused before a byte is placed unless all three are current and the write's layers have not arrived yet: a
-sealed page is never written. A writer over shared memory checks only that the grant is open. It is trusted
-with the rest, such as not writing a page that has been sealed while the grant is open for other pages. Its
-report of the write is checked like any write. A grant may have several writers, each with other layers, heads
-or blocks. The loss of any of them before the grant is complete fails the grant.
+refused before a byte is placed unless all three are current: a sealed page is never written. Layers that have
+arrived already are not written again; the same bytes once more are acknowledged. A writer over shared memory
+checks only that the grant is open. It is trusted with the rest, such as not writing a page that has been
+sealed while the grant is open for other pages. Its report of the write is checked like any write. A grant may
+have several writers, each with other layers, heads or blocks. The loss of any of them before the grant is
+complete fails the grant.
 
 A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of its parts
 have. Each part is verified by its own checksum; the layer's checksum is then computed from the page.

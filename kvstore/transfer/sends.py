@@ -1,8 +1,8 @@
 """Sends: a reservation's blocks are sent to a grant, each layer as soon as it is committed.
 
 This module is the sending half of a transfer (Mooncake, section 3, step 3: streamed layer by layer,
-overlapped with the prefill). A page that is being sent is held until its frame is acknowledged or its
-connection is gone.
+overlapped with the prefill). A page that is being sent is held until none of its bytes will be read
+any more.
 
 The layers and heads that this pool and the receiver both have are sent: each sender of a group sends its part
 of the blocks, each receiver of a group gets its part. The layers' own checksums go with the layers. If only

@@ -88,7 +88,7 @@ class IncomingSession:
             raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
 
     def close(self, transfer_id: int, reason: str | None) -> None:
-        """Close a transfer that the sender has completed or given up, so that none of its bytes is in flight.
+        """Close a transfer that the sender has completed or given up: none of its bytes is in flight.
 
         `reason`: why it was given up; None if it is complete.
         """

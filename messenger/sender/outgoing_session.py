@@ -2,7 +2,8 @@
 
 A lane with capacity takes the next request. So requests spread over streams and addresses according to the
 speed of each, and the requests of a lost lane go to the other lanes. A transfer fails when no lane is left,
-when the receiver refuses a write, or when the receiver has given the grant up.
+when a request has lost several lanes in a row, when the receiver refuses a write, or when the receiver has
+given the grant up.
 
 Owns: the session with one messenger. Does not know: keys, leases (a request's memory must not change before
 its `done`).

@@ -239,7 +239,7 @@ class ModelConfig(GenerationDefaults):
         return self
 
     def _num_full_attention_layers(self) -> int:
-        """Return the number of leading layers of a Qwen model without a window (`max_window_layers`)."""
+        """Return how many leading layers of a Qwen model have no window (`max_window_layers`)."""
         num_layers, types = self.num_hidden_layers, self.layer_types
         if types is None:
             return min(num_layers, self.max_window_layers)

@@ -61,7 +61,8 @@ async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") 
 
 
 class Stopping:
-    """The signals SIGINT and SIGTERM: the first one ends everything, a second one ends requests too."""
+    """The signals SIGINT and SIGTERM. The first one ends the node once its requests are done, or have had
+    their time; a second one ends that wait."""
 
     def __init__(self) -> None:
         self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     """Make a context with a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, however many tasks fail: `SessionLostError`, or an error that another session would have
-    as well, `ConfigError` or `EngineLostError`.
+    Raises one error, however many tasks fail: `ConfigError` or `EngineLostError` if there is one, as another
+    session would fail too; else `SessionLostError`.
     """
     ended_by: Exception | None = None
     try:

@@ -42,7 +42,8 @@ class DecodeMeter:
             self._began_s = now_s
 
     def left(self, ref: Ref) -> None:
-        """Record that a request has ended. (An idle engine has no iterations.)"""
+        """Record that a request has ended. Without another request in the present iteration, the iteration
+        is not measured, as the engine may be idle."""
         self._in_iteration.pop(ref, None)
         if not self._in_iteration:
             self._began_s = None

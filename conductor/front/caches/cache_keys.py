@@ -66,7 +66,7 @@ class CacheKeys:
             await self._put(cache)
 
     async def extend(self, cache: StoredCache) -> None:
-        """Store the new end of a cache."""
+        """Store the new time at which a cache expires."""
         async with self._keys.turn():
             if self._ends.get(cache.id, _NEVER) > time.time():
                 await self._set_end(cache.id, cache.expires_at)

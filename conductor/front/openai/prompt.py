@@ -139,8 +139,8 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
 
 
 def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None) -> bool:
-    """Return whether the conversation of a short body makes a short prompt: a template may write the
-    variables beside each message."""
+    """Return whether the prompt of a short body is short too. It need not be: a template may repeat the
+    variables with each message."""
     return not variables or num_messages * len(repr(variables)) <= _MAX_BRIEF_CHARS
 
 

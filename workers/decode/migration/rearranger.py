@@ -180,7 +180,8 @@ class Rearranger:
 
 
 async def at_once(call: Callable[[], None]) -> None:
-    """Run a blocking call while no iteration runs. It runs to its end even if the caller is cancelled."""
+    """Run a blocking call on a thread of normal priority, after the caller has stopped iterations. The call
+    runs to its end even if the caller is cancelled."""
     await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call)))
 
 
