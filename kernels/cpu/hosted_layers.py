@@ -2,8 +2,7 @@
 
 Both processes have a mailbox, in which the owner of the sequences describes a pass and puts the hidden states
 before these layers. The helper computes the layers with its own weights, and puts the hidden states behind
-them in the same place. Bytes exchanged by a token: two rows of hidden
-states.
+them in the same place. Bytes exchanged by a token: two rows of hidden states.
 
 Up to `NUM_SLOTS` passes are in the mailbox at a time, so that both sides compute at once. The helper answers
 them in order.
@@ -12,7 +11,7 @@ Owns: the layout of this mailbox, both ends. Does not know: how layers are compu
 """
 
 from collections.abc import Sequence
-from ctypes import c_int64, c_uint32, c_uint64
+from ctypes import c_int64, c_uint32
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,5 +183,4 @@ class LayersHelper(_LayersMailbox):
 
     def answer(self) -> None:
         """Tell the owner that the pass's hidden states are now those after the layers."""
-        offset, num_bytes = self._rows_span(self._num_passes, self._num_tokens)
-        self._code.answer_pass(self._address, c_uint64(offset), c_uint64(num_bytes))
+        self._answer_pass(*self._rows_span(self._num_passes, self._num_tokens))

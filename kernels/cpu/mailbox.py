@@ -55,12 +55,19 @@ class Mailbox:
             )
 
     def _show(self, offset: int, num_bytes: int) -> None:
-        """Show bytes that this side has written to the other side, which maps other memory."""
-        self._code.show_rows(self._address, c_uint64(offset), c_uint64(num_bytes))
+        """Show bytes that this side has written to the other side, if that maps other memory."""
+        self._code.show_bytes(self._address, *self._span(offset, num_bytes))
 
     def _begin_pass(self, offset: int, num_bytes: int) -> None:
         """Tell the helper that a pass is described in these bytes."""
-        self._code.begin_pass(self._address, c_uint64(offset), c_uint64(num_bytes))
+        self._code.begin_pass(self._address, *self._span(offset, num_bytes))
+
+    def _answer_pass(self, offset: int, num_bytes: int) -> None:
+        """Tell the owner that the results of a pass are in these bytes."""
+        self._code.answer_pass(self._address, *self._span(offset, num_bytes))
+
+    def _span(self, offset: int, num_bytes: int) -> tuple[c_void_p, c_uint64]:
+        return c_void_p(self.counters_address + offset), c_uint64(num_bytes)
 
     @property
     def is_closed(self) -> bool:

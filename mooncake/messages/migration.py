@@ -211,7 +211,7 @@ class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
     epoch: int
     number: Count
     helper: str = ""
-    socket: str = ""
+    address: str = ""
     """The address at which the helper listens: a Unix socket's path, on another host a TCP endpoint."""
     num_heads: Count = 0
     layers: LayerRange | None = None

@@ -142,7 +142,7 @@ async def _connect_local(
         sock.send(msgspec.msgpack.encode(request))
         await _readable(sock)
         payload, fds, _, _ = socket.recv_fds(sock, LONGEST_MESSAGE_BYTES, 1)
-        hosting = _hosting(payload)
+        hosting = _hosting(payload, request)
         with contextlib.ExitStack() as stack:
             for fd in fds:
                 stack.callback(os.close, fd)
@@ -159,7 +159,7 @@ async def _connect_remote(
     with contextlib.ExitStack() as opened:
         sock = opened.enter_context(await connections.connect(endpoint, access.key))
         await connections.send(sock, request)
-        hosting = _hosting(await connections.receive(sock))
+        hosting = _hosting(await connections.receive(sock), request)
         joined = {}
         for purpose in Purpose:
             joined[purpose] = opened.enter_context(await connections.connect(endpoint, access.key))
@@ -172,7 +172,9 @@ async def _connect_remote(
         return sock, helped, hosting.num_pages
 
 
-def _hosting(payload: bytes) -> Hosting:
+def _hosting(payload: bytes, request: HostModules) -> Hosting:
+    """Return the helper's answer. Raises ModulesStayError for a refusal, and for an answer that does not fit
+    the request."""
     if not payload:
         raise ModulesStayError("the helper has ended")
     try:
@@ -181,6 +183,8 @@ def _hosting(payload: bytes) -> Hosting:
         raise ModulesStayError(f"the helper's answer cannot be read: {error}") from None
     if isinstance(answer, HostingRefused):
         raise ModulesStayError(answer.reason)
+    if not request.least_pages <= answer.num_pages <= request.wanted_pages:
+        raise ModulesStayError(f"the helper answers with {answer.num_pages} pages, which were not asked for")
     return answer
 
 

@@ -15,7 +15,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -117,14 +117,14 @@ class ModulesHost:
                 async with self._lent(request) as lent, lent.serving(lent.part.host(lent.memory)) as ended:
                     answer = msgspec.msgpack.encode(Hosting(lent.num_pages))
                     socket.send_fds(sock, [answer], [lent.fd])
-                    await _first_of(ended, loop.create_task(loop.sock_recv(sock, 1)))
+                    await _end_of(sock, ended)
             except (ModulesStayError, OSError) as error:
                 sock.send(msgspec.msgpack.encode(HostingRefused(str(error))))
 
     async def _serve_remote(self, sock: socket.socket, first: bytes) -> None:
         """Host what one owner on another host asks for, or pass the connection to the hosting that it
         joins."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             match _request(first):
                 case HostModules() as request:
                     try:
@@ -155,9 +155,9 @@ class ModulesHost:
                     if future.done() and not future.cancelled():
                         stack.callback(future.result().close)
             server = PagesServer(self._model.library, pages, lent.part.layout.pages, lent.memory.layers)
-            hosted = lent.part.host(lent.memory, Wire(passes.dup(), None))
+            hosted = lent.part.host(lent.memory, Wire(passes, None))
             async with lent.serving(hosted) as ended, lent.serving(server) as pages_ended:
-                await _first_of(ended, pages_ended, loop.create_task(loop.sock_recv(sock, 1)))
+                await _end_of(sock, ended, pages_ended)
 
     @contextlib.asynccontextmanager
     async def _lent(self, request: HostModules) -> AsyncIterator["_Lent"]:
@@ -227,7 +227,7 @@ class _Lent(NamedTuple):
     async def serving(self, hosted: Hosted) -> AsyncIterator["asyncio.Future[None]"]:
         """Make a context in which a thread answers the owner. It yields the end of the thread."""
         thread = ThreadPoolExecutor(1, "hosted-modules", self.be_guest)
-        ended = asyncio.get_running_loop().run_in_executor(thread, _serve, hosted, self.request.owner)
+        ended = asyncio.get_running_loop().run_in_executor(thread, _answer, hosted, self.request.owner)
         try:
             yield ended
         finally:
@@ -245,16 +245,21 @@ def _request(payload: bytes) -> FromOwner | None:
         return None
 
 
-async def _first_of(*ends: "asyncio.Future[Any]") -> None:
-    """Wait until a thread or the connection has ended, on which an owner sends nothing after its request.
-    The last one is cancelled then."""
+async def _end_of(sock: socket.socket, *threads: "asyncio.Future[None]") -> None:
+    """Wait until a thread has ended or the connection, on which an owner sends nothing after its request."""
+
+    async def owner_speaks() -> None:
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_recv(sock, 1)
+
+    speaking = asyncio.create_task(owner_speaks())
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((speaking, *threads), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        ends[-1].cancel()
+        speaking.cancel()
 
 
-def _serve(hosted: Hosted, owner: str) -> None:
+def _answer(hosted: Hosted, owner: str) -> None:
     """Answer passes until the exchange is closed. A pass that cannot be computed closes it."""
     try:
         hosted.serve()

@@ -13,6 +13,7 @@ import contextlib
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -59,15 +60,19 @@ class PagesClient:
 
     def __init__(self, sock: socket.socket, shape: PagesShape, timeout_s: float) -> None:
         """Take ownership of `sock`."""
-        self._shape, self.pages_at_a_time, self.new_blocks = shape, shape.pages_at_a_time, shape.new_blocks
+        self._shape, self.pages_at_a_time = shape, shape.pages_at_a_time
         self._sock, self._lock = sock, threading.Lock()
+        weakref.finalize(self, sock.close)  # not before: a call in progress would use the closed descriptor
         sock.settimeout(timeout_s)
+
+    def new_blocks(self, num_layers: int, num_pages: int) -> torch.Tensor:
+        """Return new memory for blocks, `[num_layers, num_pages, num_heads, 2, page_size, head_dim]`."""
+        return self._shape.new_blocks(num_layers, num_pages)
 
     def close(self) -> None:
         """End the stream, and with it calls in progress. Idempotent."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
 
     def read_layer(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Return copies of `pages` (int64 `[n]`) of a hosted layer, counted from the first hosted one:

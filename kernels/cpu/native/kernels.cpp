@@ -89,18 +89,19 @@ extern "C" void connect_mailbox(Mailbox* mailbox, uint64_t num_bytes, int descri
     mailbox->wire = {num_bytes, descriptor, timeout_ms, {}, 0};
 }
 extern "C" uint32_t passes_begun(Mailbox* mailbox) { return mailbox->begun.load(); }
-extern "C" void show_rows(Mailbox* mailbox, uint64_t offset, uint64_t num_bytes) { show(*mailbox, offset, num_bytes); }
-extern "C" void begin_pass(Mailbox* mailbox, uint64_t offset, uint64_t num_bytes) {
-    count_up(*mailbox, mailbox->begun, offset, num_bytes);
+extern "C" void show_bytes(Mailbox* mailbox, const char* data, uint64_t num_bytes) { show(*mailbox, data, num_bytes); }
+extern "C" void begin_pass(Mailbox* mailbox, const char* data, uint64_t num_bytes) {
+    count_up(*mailbox, Counter::BEGUN, data, num_bytes);
 }
 extern "C" int await_pass(Mailbox* mailbox, uint32_t number) {
     return wait_other(*mailbox, mailbox->begun, [=](uint32_t begun) { return begun != number; });
 }
-extern "C" void answer_pass(Mailbox* mailbox, uint64_t offset, uint64_t num_bytes) {
-    count_up(*mailbox, mailbox->answered, offset, num_bytes);
+extern "C" void answer_pass(Mailbox* mailbox, const char* data, uint64_t num_bytes) {
+    count_up(*mailbox, Counter::ANSWERED, data, num_bytes);
 }
 extern "C" int await_answer(Mailbox* mailbox, uint32_t number, int64_t timeout_ms) {
     return wait_answer(*mailbox, number, timeout_ms);
 }
+extern "C" void layer_computed(Mailbox* mailbox) { layer_computed(*mailbox); }
 extern "C" void close_mailbox(Mailbox* mailbox) { close_exchange(*mailbox); }
 extern "C" int mailbox_is_closed(Mailbox* mailbox) { return mailbox->closed.load(); }

@@ -82,7 +82,7 @@ bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Exchange<T>
         const LayerOfPass<T>& layer = layers[i];
         if (!run_attention(*layer.weights, *layer.batch, exchange, slots, hidden, layer.kv, hidden, out, workspace)) return false;
         run_mlp(*layer.weights, slots.num_tokens, out, out, out, workspace);
-        if (owner != nullptr) count_up(*owner, owner->computed);
+        if (owner != nullptr) layer_computed(*owner);
     }
     return true;
 }

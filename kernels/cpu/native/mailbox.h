@@ -23,14 +23,16 @@ constexpr auto EXCHANGE_PATIENCE = std::chrono::microseconds(50);
 constexpr int LOOK_MS = 100;  // a waiter looks so often whether the other side has closed, should its wake have been missed
 constexpr timespec EXCHANGE_LOOK = {0, LOOK_MS * 1'000'000};
 
+enum class Counter : uint32_t { BEGUN, ASKED, ANSWERED, COMPUTED, NONE };
+
 // What goes over a stream: `num_bytes` bytes that one side has written at `offset`, and the counter that has grown behind them.
 struct Frame {
-    uint32_t counter, value;
+    Counter counter;
+    uint32_t value;
     uint64_t offset, num_bytes;
 };
-constexpr uint32_t NO_COUNTER = UINT32_MAX;
 
-// This process's end of a stream.
+// This process's end of a stream. In memory that both processes map all of it is 0, and neither uses it.
 struct Wire {
     uint64_t mailbox_bytes;  // 0 where both processes map the mailbox
     int32_t descriptor;
@@ -50,14 +52,9 @@ struct Mailbox {
     alignas(64) std::atomic<uint32_t> computed;  // layers of passes that are answered as a whole
     alignas(64) Wire wire;
 
-    std::atomic<uint32_t>* counter(uint32_t number) {
-        std::atomic<uint32_t>* counters[] = {&begun, &asked, &answered, &computed};
-        return number < std::size(counters) ? counters[number] : nullptr;
-    }
-    uint32_t number_of(const std::atomic<uint32_t>& word) {
-        uint32_t number = 0;
-        while (counter(number) != &word) number++;
-        return number;
+    std::atomic<uint32_t>& count(Counter counter) {
+        std::atomic<uint32_t>* counts[] = {&begun, &asked, &answered, &computed};
+        return *counts[uint32_t(counter)];
     }
 };
 constexpr uint64_t COUNTERS_BYTES = 4096;
@@ -93,10 +90,10 @@ inline Received receive_part(Mailbox& mailbox) {
     if (is_head) {
         const uint64_t size = wire.mailbox_bytes;
         const bool fits = frame.offset >= COUNTERS_BYTES && frame.offset <= size && frame.num_bytes <= size - frame.offset;
-        if (!fits || (frame.counter != NO_COUNTER && mailbox.counter(frame.counter) == nullptr)) return Received::END;
+        if (!fits || frame.counter > Counter::NONE) return Received::END;
     }
     if (wire.num_received == sizeof frame + frame.num_bytes) {
-        if (frame.counter != NO_COUNTER) mailbox.counter(frame.counter)->store(frame.value, std::memory_order_release);
+        if (frame.counter != Counter::NONE) mailbox.count(frame.counter).store(frame.value, std::memory_order_release);
         wire.num_received = 0;
     }
     return Received::SOME;
@@ -111,11 +108,20 @@ inline void receive(Mailbox& mailbox, int wait_ms) {
     poll(&arrival, 1, wait_ms);
 }
 
-// Sends what this side has written. Takes what arrives meanwhile: else both sides could wait for each other.
+// Takes all that has arrived.
+inline void receive_all(Mailbox& mailbox) {
+    Received received;
+    while ((received = receive_part(mailbox)) == Received::SOME) {}
+    if (received == Received::END) close_exchange(mailbox);
+}
+
+// Sends what this side has written. Takes what arrives meanwhile: else both sides could wait for each other. The other side may
+// take nothing for a layer's time.
 inline void send_frame(Mailbox& mailbox, Frame frame) {
     const Wire& wire = mailbox.wire;
     iovec parts[] = {{&frame, sizeof frame}, {reinterpret_cast<char*>(&mailbox) + frame.offset, frame.num_bytes}};
     auto taken = Clock::now();
+    uint32_t computed = mailbox.computed.load();
     while (parts[0].iov_len + parts[1].iov_len > 0 && !mailbox.closed.load()) {
         msghdr message = {};
         message.msg_iov = parts;
@@ -123,11 +129,12 @@ inline void send_frame(Mailbox& mailbox, Frame frame) {
         ssize_t num = sendmsg(wire.descriptor, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (num < 0 && errno == EINTR) continue;
         if (num < 0 && errno == EAGAIN) {
+            if (const uint32_t before = computed; (computed = mailbox.computed.load()) != before) taken = Clock::now();
             if (wire.timeout_ms && Clock::now() - taken > std::chrono::milliseconds(wire.timeout_ms))
                 return close_exchange(mailbox);
             pollfd either = {wire.descriptor, POLLIN | POLLOUT, 0};
             poll(&either, 1, LOOK_MS);
-            if (either.revents & POLLIN) receive(mailbox, 0);
+            if (either.revents & POLLIN) receive_all(mailbox);
             continue;
         }
         if (num < 0) return close_exchange(mailbox);
@@ -141,23 +148,24 @@ inline void send_frame(Mailbox& mailbox, Frame frame) {
     }
 }
 
-// Shows `num_bytes` bytes of the mailbox, which this side has written, to the other side.
-inline void show(Mailbox& mailbox, uint64_t offset, uint64_t num_bytes) {
-    if (mailbox.wire.is_connected()) send_frame(mailbox, {NO_COUNTER, 0, offset, num_bytes});
+// Shows bytes of the mailbox, which this side has written, to the other side, and then that `counter` is `value`.
+inline void show(Mailbox& mailbox, const void* data, uint64_t num_bytes, Counter counter = Counter::NONE, uint32_t value = 0) {
+    const uint64_t offset = uint64_t(static_cast<const char*>(data) - reinterpret_cast<const char*>(&mailbox));
+    if (mailbox.wire.is_connected()) send_frame(mailbox, {counter, value, offset, num_bytes});
 }
 
-// Counts a counter of this side up, and shows the bytes as `show` does before.
-inline void count_up(Mailbox& mailbox, std::atomic<uint32_t>& word, uint64_t offset = COUNTERS_BYTES, uint64_t num_bytes = 0) {
-    const uint32_t value = word.load() + 1;
-    word.store(value);
-    if (mailbox.wire.is_connected()) {
-        send_frame(mailbox, {mailbox.number_of(word), value, offset, num_bytes});
-    } else {
-        wake_other(word);
-    }
+// Counts a counter of this side up, behind bytes that it has written.
+inline void count_up(Mailbox& mailbox, Counter counter, const void* data, uint64_t num_bytes) {
+    std::atomic<uint32_t>& count = mailbox.count(counter);
+    count.store(count.load() + 1);
+    show(mailbox, data, num_bytes, counter, count.load());
+    if (!mailbox.wire.is_connected()) wake_other(count);
 }
-inline void count_up(Mailbox& mailbox, std::atomic<uint32_t>& word, const void* data, uint64_t num_bytes) {
-    count_up(mailbox, word, uint64_t(static_cast<const char*>(data) - reinterpret_cast<const char*>(&mailbox)), num_bytes);
+
+// Counts a layer of a pass that is answered as a whole. Takes what has arrived: the owner may send another pass meanwhile.
+inline void layer_computed(Mailbox& mailbox) {
+    count_up(mailbox, Counter::COMPUTED, reinterpret_cast<const char*>(&mailbox) + COUNTERS_BYTES, 0);
+    if (mailbox.wire.is_connected()) receive_all(mailbox);
 }
 
 // False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`. `is_due` may put `end` off.

@@ -34,7 +34,7 @@ struct Exchange {
             to = std::copy(end + all_kv - moved_kv, end + all_kv, to);
             to = std::copy(end + 2 * all_kv - moved_kv, end + 2 * all_kv, to);
         }
-        count_up(*mailbox, mailbox->asked, asked, uint64_t(to - asked) * sizeof(T));
+        count_up(*mailbox, Counter::ASKED, asked, uint64_t(to - asked) * sizeof(T));
     }
 
     // Puts the results behind those of the heads that were not moved, of rows of `out_stride`. False if none come.
@@ -75,7 +75,7 @@ bool host_layers(Mailbox& mailbox, uint32_t number, const HostedLayer<T>* layers
             }
         }
         attend_any(Attention<T>{asked, row, layers[i].kv, answers, queries, nullptr}, batch);
-        count_up(mailbox, mailbox.answered, answers, uint64_t(num_tokens * queries) * sizeof(T));
+        count_up(mailbox, Counter::ANSWERED, answers, uint64_t(num_tokens * queries) * sizeof(T));
     }
     return true;
 }

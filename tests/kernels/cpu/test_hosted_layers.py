@@ -192,7 +192,7 @@ def test_a_helper_that_takes_nothing_from_the_stream_counts_as_lost() -> None:
         (0, COUNTERS_BYTES, SHAPE.size_bytes),
         (0, SHAPE.size_bytes + 1, 0),
         (0, COUNTERS_BYTES, (1 << 64) - COUNTERS_BYTES),
-        (4, COUNTERS_BYTES, 0),
+        (5, COUNTERS_BYTES, 0),
     ],
 )
 def test_a_frame_that_does_not_fit_ends_the_exchange(counter: int, offset: int, num_bytes: int) -> None:
@@ -204,3 +204,24 @@ def test_a_frame_that_does_not_fit_ends_the_exchange(counter: int, offset: int, 
         assert helper.await_pass() is None
     assert helper.is_closed
     assert not memory[COUNTERS_BYTES:].any()
+
+
+def test_a_long_pass_may_be_sent_while_the_helper_computes_for_longer_than_a_layer() -> None:
+    shape, timeout_s = LayersShape(1 << 14, 3, 1 << 12, HIDDEN, torch.float32), 0.5
+    owner, helper = mailbox(timeout_s, shape=shape, is_wired=True)
+
+    def host() -> None:
+        for _ in range(2):
+            assert helper.await_pass() is not None
+            began_s = time.monotonic()
+            while time.monotonic() < began_s + 2 * timeout_s:
+                helper._code.layer_computed(helper._address)
+            helper.answer()
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    asked = [ask(owner, [num], [num], 3.0) for num in [shape.num_tokens] * 2]
+    for number in asked:
+        assert torch.equal(owner.take(number), torch.full((shape.num_tokens, HIDDEN), 3.0))
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()

@@ -44,7 +44,8 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     with listen_tcp("127.0.0.1", 0) as listener:
         made = Served(listener.getsockname()[1])
-        task = asyncio.create_task(Owners(listener, CLUSTER_KEY).run(made.serve))
+        owners = Owners(listener, CLUSTER_KEY)
+        task = asyncio.create_task(owners.run(lambda sock, first: made.serve(sock, first)))
         try:
             async with asyncio.timeout(DEADLINE_S):
                 yield made
@@ -133,3 +134,20 @@ async def test_an_end_in_the_middle_of_a_message_is_the_end_and_a_long_one_an_er
         near.sendall(struct.pack("<I", LONGEST_MESSAGE_BYTES + 1))
         with pytest.raises(TransferError, match="at most 65536"):
             await receive(far)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("ETIMEDOUT"), OSError(113, "no route to host")])
+async def test_an_owner_that_vanishes_ends_no_other_connection(error: OSError) -> None:
+    async with served() as at:
+        good = at.serve
+
+        async def fail(sock: socket.socket, first: bytes) -> None:
+            await good(sock, first)
+            raise error
+
+        at.serve = fail  # type: ignore[method-assign]
+        for _ in range(2):
+            with await connect(at.endpoint, CLUSTER_KEY) as sock:
+                await send(sock, JOIN)
+                assert await at.first.get()
+                assert await is_closed(sock)

@@ -188,7 +188,7 @@ class ModuleMoves:
             self._max_batch,
         )
         request = msgspec.structs.replace(request, wanted_pages=self._most_pages_without(request))
-        link = await HelperLink.connect(order.socket, request, model, kv, self._helpers, self.lost)
+        link = await HelperLink.connect(order.address, request, model, kv, self._helpers, self.lost)
         try:
             move = self._rearranger.begin(link.num_pages, link.helped)
             copied = await self._rearranger.pre_copy(move)
