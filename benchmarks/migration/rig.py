@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -324,14 +324,14 @@ def _start(spec: ChildSpec, core: int, host: str | None) -> subprocess.Popen[byt
     return process
 
 
-def _config_of(rig: Rig, name: str, max_batch: int, address: str | None) -> Config:
+def _config_of(rig: Rig, name: str, max_batch: int, device_bytes: str, address: str | None) -> Config:
     flags = {
         ("role",): "decode",
         ("instance",): name,
         ("conductor", "endpoint"): rig.endpoint,
         ("security", "key_file"): str(rig.key_file),
         ("kvcache", "pool_bytes"): "1GiB",
-        ("kvcache", "device_bytes"): "1GiB",
+        ("kvcache", "device_bytes"): device_bytes,
         ("worker", "num_threads"): "1",
         ("worker", "max_batch"): str(max_batch),
     }
@@ -341,9 +341,11 @@ def _config_of(rig: Rig, name: str, max_batch: int, address: str | None) -> Conf
 
 
 @contextlib.asynccontextmanager
-async def rig(max_batch: int = 32, *, two_hosts: bool = False) -> AsyncIterator[Rig]:
+async def rig(
+    max_batch: int = 32, *, device_bytes: Sequence[str] = ("1GiB", "1GiB"), two_hosts: bool = False
+) -> AsyncIterator[Rig]:
     """Make a context with both instances, ready, each on a core of its own as far as there are enough, and on
-    one host or two."""
+    one host or two. `device_bytes` are the sizes of their KVCaches."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
@@ -357,7 +359,7 @@ async def rig(max_batch: int = 32, *, two_hosts: bool = False) -> AsyncIterator[
             for index, name in enumerate(NAMES):
                 run_dir = stack.enter_context(RunDirectory())
                 host, address = hosts[index]
-                specs = plan_node(_config_of(made, name, max_batch, address), run_dir)
+                specs = plan_node(_config_of(made, name, max_batch, device_bytes[index], address), run_dir)
                 processes += [_start(spec, cores[index % len(cores)], host) for spec in specs]
             await made.joined()
             yield made
