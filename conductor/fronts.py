@@ -1,6 +1,6 @@
-"""The fronts of the cluster, and the state of the cluster that they are told.
+"""The fronts of the cluster, and the state of the cluster that the Conductor reports to them.
 
-Owns: which fronts there are, the state of the cluster as they see it. Does not know: their requests.
+Owns: which fronts there are, the state of the cluster as fronts see it. Does not know: their requests.
 """
 
 from dataclasses import dataclass
@@ -23,21 +23,22 @@ class Front:
 
 
 class Fronts:
-    """All registered fronts, and the cluster state that they are told."""
+    """All registered fronts, and the cluster state that the Conductor reports to them."""
 
     def __init__(self, epoch: int, fingerprint: str, instances: Instances, view: ClusterView) -> None:
         self._epoch, self._fingerprint = epoch, fingerprint
         self._instances, self._view = instances, view
         self._by_identity: dict[bytes, Front] = {}
         self._max_sequence_blocks = 0
-        """Blocks of the longest sequence that a pair can hold, or could when the last pair was there."""
+        """Blocks of the longest sequence that a pair can hold. While there is no pair, the number from
+        when there last was one."""
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._by_identity
 
     @property
     def versions(self) -> list[int]:
-        """The protocol version that each front and the Conductor both speak."""
+        """The protocol versions that the Conductor speaks with its fronts, one for each front."""
         return [front.version for front in self._by_identity.values()]
 
     def hello(self, sender: bytes, hello: FrontHello, now_s: float) -> Effect:

@@ -74,8 +74,8 @@ class Conductor:
         limits: Limits of requests and of waiting times.
         settings: The settings of decisions.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
-        profiled_device: The device on which the costs were measured. Instances on other devices are refused;
-            None: no instance is.
+        profiled_device: The device on which the costs were measured. Instances on other devices are refused.
+            None: no instance is refused for its device.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Conductor:
 
     @property
     def versions(self) -> dict[str, Counter[int]]:
-        """The number of peers with which the Conductor speaks each version of the messages, by their kind."""
+        """For each kind of peer: the number of peers by the version in which they and the Conductor speak."""
         instances = Counter(instance.version for instance in self.instances)
         return {"front": Counter(self._fronts.versions), "instance": instances}
 
@@ -205,7 +205,7 @@ class Conductor:
                 return self._on_worker(sender, message, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Handle the passing of time, for silent peers and waiting requests.
+        """Do what is due by time: drop silent peers, retry waiting requests, continue moves and copies.
 
         To be called about twice a second.
         """
@@ -229,8 +229,10 @@ class Conductor:
         return effects
 
     def _forgive_own_silence(self, now_s: float) -> None:
-        """Extend the deadlines of peers by the time in which the Conductor itself was held up, as their
-        messages wait to be read."""
+        """Extend the deadlines of peers by the time in which the Conductor itself was held up.
+
+        The messages that peers have sent in this time are yet to be read.
+        """
         gap_s = now_s - self._last_tick_s if self._last_tick_s is not None else 0.0
         self._last_tick_s = now_s
         if gap_s > self.limits.peer_timeout_s / 2:
@@ -284,11 +286,10 @@ class Conductor:
         return effects
 
     def _room_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
-        """Return the effects that make room for a new request; None if there is none and the new request must
-        be rejected.
+        """Return the effects that make room for a new request; None if the new request must be rejected.
 
-        If `max_running_requests` are running, one of them is rejected for the new request. If none yields,
-        the request of a tenant within its equal part is accepted all the same: requests that have begun end.
+        If `max_running_requests` are running, one of them is rejected for the new request. If none of them
+        yields, the new request is accepted only if its tenant is within an equal part of the limit.
         So at most `max_running_requests` times 1 + 1/2 + 1/3 ..., a term for each tenant, are running.
         """
         if self.num_open < self.limits.max_running_requests:

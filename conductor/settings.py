@@ -20,7 +20,7 @@ class ReplicationSettings:
     uses_per_copy: float = 20.0
     """Recent uses for which a prefix is worth one more copy."""
     most_bytes: int = 256 << 20
-    """Bytes that may be in flight, and bytes that may be ordered in one period."""
+    """The most bytes of copies in flight, and also the most bytes of copies ordered in one period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ class Limits:
     """Seconds after which a switch of an instance's role is undone."""
     retry_after_s: float = 1.0
     migration_timeout_s: float = 10.0
-    """Seconds for the copies of a migration, and again for its hand-over."""
+    """Seconds that the copies of a migration may take. Its hand-over may take as long again."""
     max_migrations: int = 8
-    """Migrations from and to an instance at the same time."""
+    """The most migrations from and to an instance at the same time."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)

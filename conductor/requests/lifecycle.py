@@ -93,7 +93,7 @@ class TrackedRequest:
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
     assignment: Assignment | None = None
-    """The pair, and the request's share of its load; None unless `state` is in `PLACED`."""
+    """The pair, and the load that the request adds to it; None unless `state` is in `PLACED`."""
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
     """The pair's socket identities in each failed attempt. Attempts that failed because an instance of the
     pair was lost are left out."""
@@ -104,8 +104,8 @@ class TrackedRequest:
     """Whether no prediction may reject the request, as an attempt has failed, its instance has drained, or an
     earlier Conductor had accepted it."""
     may_have_begun: bool = False
-    """Whether output tokens may have left, so that later attempts may not be refused. If the instance of the
-    present attempt refuses it, before its first token, the field is reset."""
+    """Whether the front may have got output tokens, so that later attempts may not be refused. If an instance
+    refuses the present attempt in the double check, no token has left yet, and the field is reset."""
     last_failure: str = ""
     num_attempts: int = 0
     """The number of attempts so far, those at destinations of migrations included."""
@@ -149,8 +149,8 @@ class TrackedRequest:
     def may_be_rejected(self) -> bool:
         """Whether any prediction may reject the request, and another request may preempt it.
 
-        Not after an instance has refused it: from then on it is rejected only if its first token would be
-        late.
+        False after an instance has refused the request: from then on the request is rejected only if its
+        first token would be late.
         """
         return self.may_be_refused and not self.refused_by
 

@@ -7,7 +7,7 @@
     every step ──> (ended without a move)
 
 The request is in `RequestState.DECODING` all the time, and has its source's attempt and pair until it has
-moved. Before HANDING_OVER whatever goes wrong ends the migration only: the source just goes on. From
+moved. Before HANDING_OVER a failure ends only the migration, and the source goes on decoding. From
 HANDING_OVER on the source may have stopped decoding. If the destination fails then, the migration is STRANDED
 until the source has answered.
 """
@@ -39,7 +39,7 @@ _NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
 }
 
 MAX_ROUNDS = 3
-"""Rounds of copies at most. After the last one the source hands over, however much it has drawn meanwhile."""
+"""The most rounds of copies. After the last, the source hands over, however much it has drawn meanwhile."""
 
 
 def step_behind_copies(
@@ -48,8 +48,9 @@ def step_behind_copies(
     """Return the step that follows when the source has stored the request's full blocks.
 
     The destination computes the tokens behind the last full block again, while all streams of its batch wait.
-    If these tokens are more than half a block, the source is asked to copy again when their block is full. It
-    is asked once in a migration, and draws at most half a block of tokens until then, without a pause.
+    If these tokens are more than half a block, the source is asked to copy again when their block is full.
+    This happens once in a migration. The source draws at most half a block of tokens meanwhile, without a
+    pause.
 
     Args:
         num_lacking: Tokens whose KVCache the destination has not loaded, the newest included.
@@ -58,7 +59,7 @@ def step_behind_copies(
         has_waited: Whether the source has waited for a block to become full.
 
     Returns:
-        PREPARING if there is a full block to load, COPYING if there soon will be, or HANDING_OVER.
+        PREPARING if there is a full block to load, COPYING if there will be one soon, else HANDING_OVER.
     """
     if not num_rounds:
         return MigrationStep.PREPARING
@@ -87,7 +88,7 @@ class Migration:
     num_rounds: int = 0
     """Rounds of copies that have ended."""
     num_copied_tokens: int = 0
-    """The length of the output whose full blocks the source has stored."""
+    """The length of the output, in tokens, when the source last stored full blocks."""
     has_waited: bool = False
     """Whether the source was told to copy once it has another full block."""
     num_loaded_tokens: int = 0

@@ -6,8 +6,8 @@
     C -> source HandOver, -> HandedOver     the request leaves the source's batch
     C -> destination TakeOver               its destination decodes it from now on
 
-Owns: which orders follow which answers, what ends a migration. Does not know: why a request moves, and the
-steps of requests that do not (`conductor.requests.worker_reports`).
+Owns: which orders follow which answers, what ends a migration. Does not know: why a request moves, the
+steps of requests that do not move (`conductor.requests.worker_reports`).
 """
 
 import math
@@ -36,7 +36,7 @@ class Migrations:
     def __init__(self, requests: Requests, settings: PolicySettings) -> None:
         self._requests, self._view, self._limits = requests, requests.view, requests.limits
         self._most_at_once = settings.mixed_chunk_tokens
-        """Tokens that a destination computes again in one iteration."""
+        """The most tokens that a destination computes again in one iteration."""
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -50,11 +50,11 @@ class Migrations:
         return not self._why_it_stays(tracked)
 
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
-        """Return the instance with the least predicted TBT that has a batch slot and pages for a decoded
-        request.
+        """Return the best instance to which a request may move: the least predicted TBT decides.
 
-        An instance that would miss the TBT SLO is skipped, unless the source misses it by more. None if no
-        instance is left, or the request may not move.
+        Only instances with a batch slot and pages for the request count. An instance that would miss the TBT
+        SLO is skipped, unless the source misses it by more. Returns None if no instance is left, or if the
+        request may not move.
         """
         if not self.may_move(tracked):
             return None
@@ -128,7 +128,7 @@ class Migrations:
         """Begin to move a request, and return the orders; none if the request may not move there.
 
         Args:
-            tracked: A request that is decoded.
+            tracked: A request that is being decoded.
             destination: The instance to which it moves.
             reason: The reason under which the migration is counted.
             now_s: The time.
@@ -139,7 +139,7 @@ class Migrations:
         return self._requests.begin_migration(tracked, destination, reason, cost, now_s)
 
     def on_migrate(self, sender: bytes, order: Migrate, now_s: float) -> list[Effect]:
-        """Begin the move of a request that an operator asks for, and return the answer and orders."""
+        """Begin to move a request as an operator has ordered, and return the answer and the orders."""
         by_id = self._requests.by_id
         tracked = by_id.get(order.request_id) or by_id.get(f"{order.request_id}-0")
         if tracked is None:
@@ -163,7 +163,8 @@ class Migrations:
     # -- what workers say ---------------------------------------------------------------------------
 
     def on_pre_copied(self, tracked: TrackedRequest, pre_copied: PreCopied, now_s: float) -> list[Effect]:
-        """Order the destination to fetch the copies, or the source to hand over or to copy another block."""
+        """Order the next step after a copy: a fetch by the destination, the hand-over, or one more block to
+        copy."""
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.COPYING:
             return []
@@ -194,10 +195,10 @@ class Migrations:
         return [Effect(migration.destination.instance.identity, prepare)]
 
     def on_prepared(self, tracked: TrackedRequest, prepared: Prepared, now_s: float) -> list[Effect]:
-        """Order the source to copy another round, or after the last round to hand over.
+        """Order the source to copy another round, or to hand over if that was the last round.
 
-        The migration ends if blocks found no room in the pools on the way: the destination would compute them
-        again, which would pause the stream.
+        The migration ends if blocks found no room in the pool of source or destination: the destination would
+        compute them again, and that would pause the stream.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.PREPARING:
@@ -221,8 +222,8 @@ class Migrations:
         """Order the destination to decode a request that its source has handed over.
 
         Returns:
-            The order to take the request over; None if no destination may, so that the request must be placed
-            again.
+            The order to take the request over; None if no destination may decode the request, which
+            must then be placed again.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.HANDING_OVER:
@@ -241,7 +242,7 @@ class Migrations:
     # -- ends ---------------------------------------------------------------------------------------
 
     def end_refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """End a migration whose destination has no room, or has failed. This counts as no failed attempt."""
+        """End a migration whose destination has no room, or has failed. No attempt is counted as failed."""
         assert tracked.migration is not None
         tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
         return self._give_up(tracked, MigrationOutcome.REFUSED)
@@ -265,8 +266,8 @@ class Migrations:
         """End the migrations past their deadline, except those that were ordered to hand over.
 
         Returns:
-            The effects; and the requests of the exceptions, which are to be placed again, as their sources
-            may have stopped decoding them.
+            The effects; and the late requests that were ordered to hand over. They are to be placed again, as
+            their sources may have stopped decoding them.
         """
         effects, stopped = list[Effect](), list[TrackedRequest]()
         for tracked in list(self._requests.migrating.values()):
@@ -289,8 +290,10 @@ class Migrations:
         ]
 
     def _give_up(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """End a migration whose source goes on decoding; if it may have stopped already, wait for
-        `HandedOver`."""
+        """End a migration whose source goes on decoding.
+
+        If the source may have stopped already, only the destination is given up, until `HandedOver` comes.
+        """
         assert tracked.migration is not None
         if tracked.migration.step is MigrationStep.STRANDED:
             return []

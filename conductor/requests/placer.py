@@ -43,7 +43,7 @@ class Placer:
     def reject_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Reject a running request in favour of a new one, as the limit of running requests is reached.
 
-        Returns no effects if no request yields, or if the new one would get no pair even so.
+        Returns no effects if no request yields, or if the new request would get no pair even then.
         """
         if self._preemption.first(tracked, 0.0, now_s) is None:
             return []  # nothing yields, wherever the new one would go, which is cheaper to find
@@ -66,7 +66,7 @@ class Placer:
     def place(self, tracked: TrackedRequest, now_s: float, *, may_preempt: bool = True) -> list[Effect]:
         """Place the request on a pair, or let it wait, or reject it.
 
-        Without effects it waits: WAITING for a pair with room, or QUEUED for load to fall.
+        If there are no effects, the request waits: WAITING for a pair with room, or QUEUED for load to fall.
         """
         placement = self._schedule(tracked, now_s)
         if placement is None:
@@ -143,17 +143,17 @@ class Placer:
     def _checked(
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> tuple[Placement, Rejection | None]:
-        """Return the placement that best meets the SLOs, and why it is rejected all the same, if it is.
+        """Return the placement that best meets the SLOs, and a rejection if it still misses an SLO.
 
         A placement that misses the TTFT SLO is replaced:
 
         1. If the prompt would wait for blocks that others compute: by the placement with the soonest first
            token, even if the blocks are computed again there.
-        2. If that misses the TTFT SLO as well: by one that inlines the prompt instead of using a pair, or the
-           reverse, provided that this one meets both SLOs.
+        2. If that misses the TTFT SLO as well: by a placement of the other kind (inlined instead of a pair,
+           or a pair instead of inlined), provided that it meets both SLOs.
 
         Returns:
-            The chosen placement, and the SLO that it misses; None if it misses none.
+            The chosen placement; and the rejection for the SLO that it misses, None if it misses no SLO.
         """
         if not tracked.may_be_rejected:
             return placement, None
@@ -225,8 +225,8 @@ class Placer:
         return effects
 
     def retry_queued(self, now_s: float) -> list[Effect]:
-        """Try to place queued requests if others have left their pairs since. To be called after every
-        event."""
+        """Try to place queued requests if requests have left their pairs since the last try. To be
+        called after every event."""
         if self._num_released == self._requests.num_released:
             return []
         effects = self._place_queued(now_s)
@@ -249,8 +249,8 @@ class Placer:
     def _place_queued(self, now_s: float, *, reject: bool = False) -> list[Effect]:
         """Place the queued requests in order, as far as there is room.
 
-        A request without room holds up the later ones that need no less: those with the same TBT SLO and a
-        prompt at least as long. `reject`: reject requests that are held up and have no slack left.
+        A request without room holds up later requests that need at least as much: requests with the same TBT
+        SLO and a prompt at least as long. `reject`: reject requests that are held up and have no slack left.
         """
         if not self._requests.admission_queue:
             return []
@@ -293,7 +293,7 @@ class Placer:
     def _victims(
         self, tracked: TrackedRequest, placement: Placement, rejection: Rejection, now_s: float
     ) -> list[TrackedRequest]:
-        """Return the requests to preempt so that this one meets its SLOs; none if preemption cannot help."""
+        """Return the requests to preempt so that `tracked` meets its SLOs; none if preemption cannot help."""
 
         def is_enough(freed: Freed) -> bool:
             return self._check(tracked, placement, now_s, freed) is None
@@ -310,7 +310,8 @@ class Placer:
         return effects + self._place_all(others, now_s)
 
     def _preempt_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
-        """Place the lower-class requests again that are late now, as this request goes before them."""
+        """Place again the lower-class requests that have become late because `tracked` was placed before
+        them."""
         if not self._requests.view.loads.has_several_priorities:
             return []
         late = []
@@ -340,12 +341,15 @@ class Placer:
     def fail(
         self, tracked: TrackedRequest, reason: str, now_s: float, *, may_retry: bool = False
     ) -> list[Effect]:
-        """End a request that cannot be finished. `may_retry`: the request did not cause the failure."""
+        """End a request that cannot be finished. `may_retry`: whether its client may send it again."""
         effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
         return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry))]
 
     def refuse(self, tracked: TrackedRequest, reason: str, param: str | None, now_s: float) -> list[Effect]:
-        """End a request that asks for something that its instance does not serve, by its field `param`."""
+        """End a request that asks for something that its instance does not serve.
+
+        `param`: the request's field that asks for it; None if there is no such field.
+        """
         effects = self._requests.cut_short(tracked, RequestState.REFUSED, now_s)
         failed = Failed(tracked.request_id, reason, is_refused=True, param=param)
         return [*effects, Effect(tracked.front, failed)]
@@ -353,7 +357,7 @@ class Placer:
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> Effect:
-        """Return the message that tells a front that a request is rejected, accepted before or not.
+        """Return the message that tells a front that a request, which need not be accepted, is rejected.
 
         `retry_after_s` is in seconds.
         """

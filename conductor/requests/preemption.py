@@ -1,11 +1,12 @@
-"""The choice of requests that yield to others: of a lower class, or of a tenant with too much work.
+"""The choice of requests that yield to others: a lower class yields, or a tenant with too much work.
 
 A request that would be rejected may preempt others that have not begun. Requests of the highest priority
 number yield first. Of equal priority, requests of the tenant with the most work yield, as long as this tenant
-keeps no less work than the preempting request's tenant: a step towards max-min fairness, whatever a single
-tenant sends. The latest request of a tenant yields first.
+keeps at least as much work as the preempting request's tenant. Each such step leads towards max-min fairness.
+The latest request of a tenant yields first.
 
-Owns: the order. Does not know: how many are enough, what becomes of the preempted.
+Owns: the order. Does not know: how many requests are enough, what becomes of
+preempted requests.
 """
 
 from collections import defaultdict
@@ -20,7 +21,7 @@ from mooncake.messages.aging import aged_priority
 
 
 class Contender(NamedTuple):
-    """A request that needs room, or one that may yield to it."""
+    """A request that needs room, or a request that may yield room to another one."""
 
     tracked: TrackedRequest
     level: int
@@ -73,10 +74,10 @@ class Preemption:
         return tracked.may_be_rejected and self._requests.has_not_begun(tracked)
 
     def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
-        """Return the placed request that yields first to this new one; None if none does.
+        """Return the placed request that yields first to the new request `tracked`; None if no request does.
 
-        `device_s`: predicted seconds of the new request's prefill. With 0, None means that none would yield
-        to it, however short it is.
+        `device_s`: predicted seconds of the new request's prefill. If it is 0 and
+        the result is None, no request would yield to the new request, however short that is.
         """
         victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
         return None if victim is None else victim.tracked
@@ -90,13 +91,13 @@ class Preemption:
         *,
         elsewhere_too: bool,
     ) -> list[TrackedRequest]:
-        """Return the requests to preempt so that this one can be placed.
+        """Return the requests to preempt so that `tracked` can be placed.
 
         Args:
             tracked: The request that needs room.
             placement: The pair that it would get.
             now_s: The time.
-            is_enough: A function that returns whether this much freed work suffices.
+            is_enough: A function that returns whether an amount of freed work suffices.
             elsewhere_too: Whether requests on other prefill instances may be preempted, too.
 
         Returns:

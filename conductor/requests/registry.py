@@ -56,8 +56,8 @@ class Requests:
         """Accepted requests by tenant and front."""
         self.quotas = Quotas()
         self._num_migrations: Counter[bytes] = Counter()
-        """The number of migrations in progress from and to each instance; a destination that was given up
-        does not count its own."""
+        """The number of migrations in progress from and to each instance. A migration whose destination was
+        given up counts at its source only."""
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Requests:
         return (self._num_of_tenant[tenant] + 1) * num_tenants <= self.limits.max_running_requests
 
     def num_elsewhere(self, tenant: str, front: bytes) -> int:
-        """Return the number of the tenant's requests at other fronts."""
+        """Return the number of the tenant's requests at fronts other than `front`."""
         return self._num_of_tenant[tenant] - self._num_at_front[tenant, front]
 
     def current(self, ref: Ref) -> TrackedRequest | None:
@@ -114,7 +114,7 @@ class Requests:
         return TrackedRequest(request, front, self.limits.slos_of(request), ref, now_s, now_s)
 
     def resumed(self, front: bytes, request: Request, waited_s: float, now_s: float) -> TrackedRequest:
-        """Return a tracked request for a front's report that an earlier Conductor had accepted the request.
+        """Return a tracked request for a request that an earlier Conductor had accepted, as `front` reports.
 
         `waited_s`: the seconds since its submission.
         """
@@ -191,7 +191,7 @@ class Requests:
     def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> list[Effect]:
         """Record that the decode instance has granted pages, and return the order to prefill.
 
-        There is none for an inlined prompt, whose instance begins by itself.
+        No order is needed for an inlined prompt, whose instance begins by itself.
         """
         tracked.move_to(RequestState.PREFILLING)
         placement, time_left_s = tracked.placed.placement, tracked.time_left_s(now_s)
@@ -210,7 +210,7 @@ class Requests:
     def begin_decode(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
         """Record that prefill has ended, and return the order to decode.
 
-        There is none for an inlined prompt, whose instance goes on by itself.
+        No order is needed for an inlined prompt, whose instance goes on by itself.
         """
         tracked.move_to(RequestState.DECODING)
         tracked.may_have_begun = True
@@ -254,7 +254,7 @@ class Requests:
         return effects
 
     def cut_short(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
-        """End the request, and return the orders to stop for its instances.
+        """End the request, and return the orders that tell its instances to stop.
 
         `state` is ABORTED, REJECTED, REFUSED or FAILED.
         """
@@ -273,7 +273,7 @@ class Requests:
         cost: MigrationCost,
         now_s: float,
     ) -> list[Effect]:
-        """Reserve a share of `destination` for a decoding request, and order the first copies."""
+        """Reserve a share of `destination` for a request that is being decoded, and order first copies."""
         assert tracked.migration is None
         share = self._assignments.reserve(tracked.placed, destination, cost.num_bytes)
         destination.requests[tracked.request_id] = share.num_tokens
@@ -300,7 +300,7 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def end_migration(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """End a migration, if there is one, without a move. Returns the order to stop for its destination."""
+        """End a migration, if there is one, without a move. Returns the order that stops its destination."""
         migration, tracked.migration = tracked.migration, None
         if migration is None:
             return []
@@ -310,7 +310,7 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def move(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Record that the destination of a migration decodes the request from now on, and return the order.
+        """Record that the destination of a migration decodes the request from now on, and order it to do so.
 
         Args:
             tracked: The request, which the source has handed over.
@@ -382,7 +382,7 @@ class Requests:
     def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Take the request off its instances, if it has any.
 
-        Returns the orders to stop for instances that are alive.
+        Returns the orders that tell those of the instances that are alive to stop.
         """
         assignment, tracked.assignment = tracked.assignment, None
         if assignment is None:
@@ -400,7 +400,7 @@ class Requests:
 
 
 def _num_held_blocks(request: Request, grant: Grant) -> int:
-    """Return the number of the prompt's leading blocks that the decode instance holds: its grant has no pages
-    for them."""
+    """Return the number of the prompt's leading blocks that the decode instance holds already, so that its
+    grant has no pages for them."""
     missing = [page.block_index for page in grant.pages]
     return min([*missing, len(request.block_keys)])

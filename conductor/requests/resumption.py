@@ -28,11 +28,11 @@ from mooncake.messages.workers import Abort
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt for which a report is missing: of its front, or of one of its instances."""
+    """An attempt that waits for the report of its front, or of one of its instances."""
 
     holders: dict[HeldStep, Instance] = field(default_factory=dict)
     reports: list[tuple[Instance, FromWork]] = field(default_factory=list)
-    """Later messages of these instances about the attempt, in order of arrival."""
+    """Later messages about the attempt from the instances that have reported it, in order of arrival."""
 
     @property
     def pair(self) -> tuple[Instance, Instance, RequestState] | None:
@@ -62,7 +62,7 @@ class Resumption:
         self._is_over = False
 
     def begin(self, num_instances: int, now_s: float) -> None:
-        """Record that a peer has had an earlier Conductor, with `num_instances` as far as the peer knows."""
+        """Record that a peer knows an earlier Conductor. It had `num_instances`, as far as the peer knows."""
         if self._until_s is None:
             self._until_s = now_s + self._limits.peer_timeout_s
             self._expected_until_s = now_s + self._limits.return_grace_s
@@ -123,7 +123,7 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Continue a request at its pair, if an attempt is completely reported: the latest such attempt."""
+        """Continue a request at the pair of the latest attempt that is completely reported, if any."""
         if tracked.state is not RequestState.RESUMING:
             return self._abandon(tracked.request_id)
         attempts = self._attempts.get(tracked.request_id, {})
@@ -141,7 +141,7 @@ class Resumption:
         return effects
 
     def _abandon(self, request_id: str) -> list[Effect]:
-        """Forget the attempts of a request that wait for reports, and return the orders that stop them."""
+        """Forget all attempts of a request that lack reports, and return the orders that stop them."""
         return [
             Effect(instance.identity, Abort(ref))
             for ref, attempt in self._attempts.pop(request_id, {}).items()
@@ -149,7 +149,7 @@ class Resumption:
         ]
 
     def _place_the_rest(self, now_s: float) -> list[Effect]:
-        """Place again the requests that no instance has gone on with, when all instances have reported."""
+        """Place again the requests that no instance has gone on with, once the wait for reports is over."""
         are_all_back = self._num_before and len(self._instances) >= self._num_before
         if not (self._is_over or are_all_back):
             return []

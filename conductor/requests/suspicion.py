@@ -1,14 +1,15 @@
-"""Suspects: requests that may have ended instances, and *poison*: a request that has.
+"""Suspects, requests that may have made an instance fail, and *poison*, a request that surely has.
 
     an instance is lost                       the requests that had begun there are *suspects*
-    its next life says that it was killed     none of them is
-    its next life names a pass as failed      the requests of that pass are, and no others
+    its next life says that it was killed     these requests are suspects no more
+    its next life names a pass as failed      only the requests of that pass are suspects
     two instances have failed in passes
     with only one request in common           that request is *poison*
 
 A suspect is computed in passes of its own, so that the next loss, if there is one, tells poison from the
-others. A suspect of two losses waits for reports of them before a third instance gets it. Where only one
-instance can take a request, `max_attempts` lives of it count as two instances do.
+other suspects. A suspect of two losses waits for the reports of these losses before a third instance gets it.
+Where only one instance can take a request, `max_attempts` failed lives of this instance count like two failed
+instances.
 
 Owns: losses of instances, and the requests that may have caused them. Does not know: where requests are,
 instances, messages.
@@ -25,7 +26,7 @@ class _Loss:
     instance: str
     at_s: float
     suspects: set[str]
-    """The requests that had begun on the instance; after a report, those of the failed pass.
+    """The requests that had begun on the instance; after a report, the requests of the failed pass.
 
     Requests that have finished since are left out.
     """
@@ -47,13 +48,13 @@ class _Loss:
         return self.is_open and not self.is_reported
 
     def narrow(self, suspects: set[str], running: Container[str] = ()) -> None:
-        """Replace the suspects by these requests, of which `running` have not ended."""
+        """Replace the suspects by `suspects`. `running` contains all requests that have not ended."""
         self.suspects = suspects
         self.running = {request for request in suspects if request in running}
 
 
 class Suspicion:
-    """The losses of which a running request is suspected, and those of which reports may still come.
+    """The losses for which a running request is suspected, and the losses that may still be reported.
 
     Where only one instance can take a request, `max_attempts` failed lives of that instance prove that the
     request ends instances.
@@ -101,13 +102,13 @@ class Suspicion:
         self._clear()
 
     def forget(self, before_s: float) -> None:
-        """Forget losses before this time without a report."""
+        """Forget the losses before `before_s` for which no report has come."""
         self._losses = [loss for loss in self._losses if loss.at_s >= before_s or not loss.is_unexplained]
 
     def request_ended(self, request_id: str, *, has_finished: bool) -> None:
         """Record that a request has ended.
 
-        If it `has_finished` it is no suspect any more; else it may be to blame.
+        A request that `has_finished` is no suspect any more. A request that ended otherwise stays a suspect.
         """
         for loss in self._losses:
             loss.running.discard(request_id)
@@ -132,8 +133,8 @@ class Suspicion:
         return len(losses) > 1 and any(loss.is_unexplained for loss in losses)
 
     def ended_by(self, request_id: str) -> list[str]:
-        """Return the instances, one for each life, that a poison request has ended; none for other
-        requests."""
+        """Return the instances that a poison request has made fail, one entry for each life; none if
+        the request is not poison."""
         failures = [loss for loss in self._losses if loss.is_failure and request_id in loss.suspects]
         instances = [loss.instance for loss in failures]
         if len(set(instances)) < 2 and len(instances) < self._max_attempts:

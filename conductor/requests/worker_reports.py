@@ -1,4 +1,4 @@
-"""The steps of placed requests, as workers report them: to the end, or back for another attempt.
+"""The steps of placed requests, as workers report them, up to the end or to another attempt.
 
 Owns: what follows from what workers say, and from the loss of instances. Does not know: which fronts and
 instances there are, which request gets which pair (`conductor.requests.placer`).
@@ -48,7 +48,7 @@ class WorkerReports:
         return effects + self.resubmit(tracked, request, now_s)
 
     def ask_again(self) -> list[Effect]:
-        """Return the questions how far the output has come, to the fronts of interrupted requests."""
+        """Return messages that ask the fronts of interrupted requests how far the output has come."""
         return [
             Effect(tracked.front, Interrupted(tracked.request_id))
             for tracked in self._requests.by_id.values()
@@ -85,7 +85,7 @@ class WorkerReports:
         ]
 
     def on_returning(self, instance: str, failed_in: list[Ref] | None, now_s: float) -> list[Effect]:
-        """Record in which forward pass a process failed, and end a request that has ended two instances.
+        """Record in which forward pass a process failed, and end requests that are poison by now.
 
         Args:
             instance: The name of the process's instance.
@@ -182,7 +182,7 @@ class WorkerReports:
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
     ) -> list[Effect]:
-        """Retry the request, or end it if the failure is final."""
+        """Retry the request; or end it, if the failure is final or no attempt is left."""
         if self._count_failure(tracked) or not retryable:
             return self._placer.fail(tracked, reason, now_s)
         return self._retry(tracked, reason, now_s)
@@ -198,8 +198,8 @@ class WorkerReports:
         return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """Place the request for another attempt: from its beginning, or behind the output that the front
-        has."""
+        """Begin another attempt: from the start, or behind the output that the front has, if any may have
+        left."""
         if tracked.may_have_begun:
             effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
             return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]

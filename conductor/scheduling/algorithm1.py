@@ -1,7 +1,8 @@
 """Algorithm 1, KVCache-centric scheduling (Mooncake, section 6): the paper's listing in plain Python.
 
 `Scheduler` has the order and names of the listing. The compiled loops (`conductor.scheduling.native`) have
-the same results to the last bit; these serve where nothing can be compiled. Where the paper leaves room:
+the same results to the last bit; the plain loops are used where nothing can be compiled. Where the paper
+leaves room:
 
     line 4   holders include the pools of decode instances; of several holders the one that can send first
              is taken
@@ -9,15 +10,15 @@ the same results to the last bit; these serve where nothing can be compiled. Whe
              the prompt waits for them in the queue, as T_queue is the time of the prompts before it
     line 8   the ratio is written as a product, as prefix_len may be 0; at equality the instance's own prefix
              is used
-    line 9   the time includes the way of the prefix's blocks from SSD to DRAM; at least one token is computed
+    line 9   the time includes copying the prefix's blocks from SSD to DRAM; at least one token is computed
     line 10  an instance that would compute a prefix which is coming elsewhere must save as much time as that
              takes
     line 14  a fetch must also be quicker than computing what it brings (section 6.2)
 
 The listing's pair competes with each decode instance that inlines prompts (section 5; Sarathi-Serve, OSDI
-2024): no KVCache moves there, but chunks of the prompt share iterations with the requests that are decoded.
-Chosen is what adds the least waiting: of the request itself, for its first token, and of the requests that it
-delays.
+2024): no KVCache moves there, but chunks of the prompt share iterations with the requests that are being
+decoded. The candidate that adds the least waiting is chosen. Counted are the wait of the request itself for
+its first token, and the waits of the requests that it delays.
 
 Lines 25 to 27 are `conductor.admission.overload`, lines 28 to 30 the source in the order to prefill.
 
@@ -247,7 +248,7 @@ class Scheduler:
     # -- the listing's loops over all instances, which `conductor.scheduling.native` replaces ---------------
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Return the slot of the instance that can send the longest prefix first, of all that hold it (line
+        """Return the slot of the instance that can send the longest prefix soonest, among its holders (line
         4)."""
         transfers, block_bytes = self._view.transfers, self._view.block_bytes
 
@@ -262,7 +263,7 @@ class Scheduler:
     def estimate_ttft(
         self, prompt: Prompt, match: PrefixMatch, fetch: LongestPrefix, now_s: float
     ) -> Candidates:
-        """Return the estimated TTFT on each instance, and the least (lines 2 to 23)."""
+        """Return the estimated TTFT on each instance, and the slot with the least (lines 2 to 23)."""
         loads = self._view.loads
         behind_s = loads.behind_s(prompt.priority)
         queue_s, rest_s, ttft_s, is_remote, again_s = zeroed_candidates(loads.num_slots)
@@ -303,10 +304,10 @@ class Scheduler:
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
 
     def _estimate_time_again(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
-        """Return the seconds of a prefill behind `prefix_blocks` that compute blocks which are coming
+        """Return the seconds that a prefill behind `prefix_blocks` spends on blocks that are coming
         elsewhere.
 
-        Blocks that some instance holds already do not count.
+        Time for blocks that some instance holds already does not count.
         """
         prefix_blocks = max(prefix_blocks, prompt.num_stored_blocks)
         if prefix_blocks >= prompt.num_coming_blocks:
@@ -346,7 +347,7 @@ class Scheduler:
             now_s: The time.
 
         Returns:
-            The instance with the predicted times; None if none inlines, has room and keeps the budget.
+            The instance with the predicted times; None if no instance inlines, has room and keeps the budget.
         """
         loads, costs = self._view.loads, self._view.decode_costs
         behind_s = loads.behind_s(prompt.priority)

@@ -1,5 +1,5 @@
-"""The choice of the prefill instance among candidates with predicted times: Algorithm 1's choice, and its
-rivals'.
+"""The choice of the prefill instance among candidates with predicted times: by Algorithm 1, or by a
+rule with which it is compared.
 
     kvcache_centric, cache_aware  the least TTFT (Mooncake, sections 6 and 6.1; cache_aware fetches nothing)
     load_balancing                the fewest assigned requests (section 6.1)
@@ -42,7 +42,7 @@ class Candidates(NamedTuple):
 
 
 Choice = Callable[[Candidates, Loads], int]
-"""A function that returns the chosen slot: one whose TTFT is infinite if no instance can take the prompt."""
+"""A function that returns the chosen slot. If no instance can take the prompt, its TTFT is infinite."""
 
 
 def choice_of(settings: PolicySettings) -> Choice:
@@ -61,7 +61,8 @@ def choice_of(settings: PolicySettings) -> Choice:
 def least_ttft(candidates: Candidates, loads: Loads) -> int:
     """Return the slot that Algorithm 1 chooses (lines 10 and 18).
 
-    A prefix that is coming elsewhere is computed again only if that saves as much time as it takes.
+    A prefix that is coming elsewhere is computed again only if this saves at least as much time as
+    the computation takes.
     """
     return candidates.least
 

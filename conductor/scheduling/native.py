@@ -30,8 +30,8 @@ from conductor.view.cluster_view import ClusterView
 from mooncake.native import THIS_PROCESSOR, load_or_do_without
 
 _PROMPT = struct.Struct("5qdq4d")
-"""The layout of `Prompt` in `algorithm1.cpp`: the fields of `Prompt` but its priority, the fields of
-`LongestPrefix` but its holder, and the time."""
+"""The layout of `Prompt` in `algorithm1.cpp`: the fields of `Prompt` without the priority, the fields
+of `LongestPrefix` without the holder, and the time."""
 _INLINING = struct.Struct("2qd")
 """The layout of `Inlining` in `algorithm1.cpp`: blocks of the whole request, most tokens of a chunk, the
 budget in seconds."""
@@ -56,13 +56,13 @@ class NativeScheduler(Scheduler):
         """The view's number of changes when the addresses of its arrays were taken."""
         self._found = zeroed_candidates(0)
         self._columns: list[NDArray[np.generic]] = []
-        """The arrays at these addresses, kept alive here."""
+        """The arrays whose addresses were taken, kept alive here."""
         self._addresses = b""
         self._tbt_s = array("d", [0.0])
         self._inlined_s = array("d", [0.0] * 5)
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Return the slot of the instance that can send the longest prefix first, of all that hold it (line
+        """Return the slot of the instance that can send the longest prefix soonest, among its holders (line
         4)."""
         return int(self._code.find_best_prefix_match(self._at(), *_packed(match), self._view.block_bytes))
 
@@ -82,7 +82,7 @@ class NativeScheduler(Scheduler):
 
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
         """Return the slot and predicted TBT in seconds of the decode instance with the least TBT (line 24);
-        None if none has room."""
+        None if no instance has room."""
         tbt_s, row = self._tbt_s, self._refused(request)
         d = self._code.select_decoding_instance(
             self._at(), request.num_tokens, request.num_blocks, row, tbt_s.buffer_info()[0]
@@ -92,7 +92,7 @@ class NativeScheduler(Scheduler):
     def select_inlining_instance(
         self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
     ) -> Inlined | None:
-        """Return the instance that would inline the prompt (section 5); None if none can."""
+        """Return the instance that would inline the prompt (section 5); None if no instance can."""
         behind_s = self._view.loads.behind_s(prompt.priority)
         times_s = self._inlined_s
         instance = self._code.select_inlining_instance(
