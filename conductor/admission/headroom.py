@@ -40,7 +40,7 @@ class Headroom:
 
     def __init__(self) -> None:
         self._rejected: OrderedDict[Terms, deque[_Rejected]] = OrderedDict()
-        """Rejected prompts in order of time; each took longer than all behind it."""
+        """Rejected prompts in order of time; each has a longer prefill than all later prompts."""
 
     def rejected(self, terms: Terms, prefill_s: float, now_s: float) -> None:
         """Record at time `now_s` that a prompt with a predicted prefill of `prefill_s` seconds was

@@ -2,8 +2,8 @@
 
     baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
     early_rejection  the greater load of both pools, at arrival (7.2)
-    prediction       as before, but decode's load when accepted prefills will have ended (7.4, system level)
-    request_prediction      the same, of each request by its expected output length (7.4, request level)
+    prediction       early_rejection with decode's load when accepted prefills will have ended (7.4, system)
+    request_prediction      prediction by each request's expected output length (7.4, request)
 
 A load is a prediction in relation to the SLO. A request without an SLO is not rejected by it. Prompts of
 different lengths are rejected in proportion (`conductor.admission.headroom`).
@@ -133,7 +133,7 @@ class Admission:
         return Rejection(Reason.TTFT, waited_s, slos.ttft_s, _SHORTEST_RETRY_S)
 
     def learn_rejection(self, request: Request, rejection: Rejection, now_s: float) -> None:
-        """Record that a request was rejected, so that longer prompts keep headroom."""
+        """Record that a request was rejected, so that headroom is kept for prompts of its length."""
         if rejection.reason is Reason.TTFT:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
             self._headroom.rejected(terms, rejection.prompt_s, now_s)
@@ -169,8 +169,8 @@ class Admission:
             self._view.tbt_correction.learn(predicted_s, tbt_s, constant_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
-        """Return why a request whose prefill has ended is rejected, or None (section 7.1; `baseline`
-        only)."""
+        """Return why a request whose prefill has ended is rejected; None if it is not (section 7.1,
+        `baseline` only)."""
         if self._policy is not Overload.BASELINE:
             return None
         loads, costs = self._view.loads, self._view.decode_costs
@@ -214,7 +214,7 @@ class Admission:
         return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s, kept_s=kept_s)
 
     def _decode_s(self) -> float:
-        """Return the mean seconds after which the requests that are decoded now have ended."""
+        """Return the mean seconds after which the requests that are being decoded now have ended."""
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
@@ -240,13 +240,13 @@ class Admission:
         return float(self._view.next_iteration_s.dot(pool.members)) / pool.num_instances
 
     def _shortest_queue_s(self, priority: int, now_s: float) -> float:
-        """Return the seconds until some instance has computed all its prompts that go before one of
-        `priority`.
+        """Return the seconds until some instance has computed all its prompts that go before a prompt
+        of `priority`.
 
-        No request that has yet to arrive is decoded before that time, so a forecast for it lacks no request.
-        It is the horizon of all prompts. A horizon at the end of a prompt's own prefill would let long
-        prompts in: the forecast lacks the requests that arrive until then, and short prompts would be
-        rejected beside them.
+        No request that has yet to arrive is decoded before this time, so a forecast for this time lacks no
+        request. This time is the horizon of all prompts. A horizon at the end of a prompt's own prefill would
+        let long prompts in: the forecast lacks the requests that arrive until then, and short prompts would
+        be rejected beside them.
         """
         loads = self._view.loads
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())

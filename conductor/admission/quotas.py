@@ -2,7 +2,8 @@
 
 Fronts know the limits of API keys and what runs at themselves; the Conductor adds what all fronts use. A
 prompt is charged when its request is accepted, and its output when the request ends, as the length is unknown
-before. So the tokens that are left may be less than 0. Then new requests are rejected until they are not.
+before. So less than 0 tokens may be left. Requests are rejected until enough tokens for their prompts are
+left.
 
 Owns: the tokens that each tenant has left. Does not know: API keys, which requests run.
 """
@@ -92,7 +93,7 @@ class Quotas:
         self.by_tenant[tenant] = tokens
 
     def charge(self, tenant: str, num_tokens: int, now_s: float) -> None:
-        """Charge tokens to a tenant; nothing without a token limit."""
+        """Charge tokens to a tenant. A tenant without a token limit is not charged."""
         tokens = self.by_tenant.get(tenant)
         if tokens is not None:
             tokens.num_left, tokens.at_s = tokens.left(now_s) - num_tokens, max(now_s, tokens.at_s)

@@ -3,7 +3,8 @@
 Requests with similar prompts and limits have similar answers. Answers that are still being decoded count as
 at least as long as they are now (Kaplan and Meier, 1958), so long answers are not overlooked because only
 short ones have ended. Nor are long answers counted too often: all ends are known only from some time on, and
-an answer that began before counts from the length that it had then (left truncation: Turnbull, 1976).
+an answer that began before that time counts only from the length that it had at that time (left truncation:
+Turnbull, 1976).
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.
 """
@@ -75,8 +76,8 @@ class AnswerLengths:
         Args:
             kinds: The kinds that are asked for.
             running: The answers that are being decoded.
-            since_s: The time since when the load has been the same. Answers that began before are not used,
-                except ended ones while few later answers have ended.
+            since_s: The time since when the load has been the same. Answers that began before that time are
+                used only if they have ended, and only while few later answers have ended.
         """
         by_kind: dict[AnswerKind, list[RunningAnswer]] = {}
         for answer in running:
@@ -108,8 +109,8 @@ def mean_length(
 ) -> float:
     """Estimate the mean length of answers, of which some have ended and others are still growing.
 
-    If the longest answer has not ended, it is expected to become as long as the answers in `earlier` that are
-    longer, on average; without such answers, twice as long as it is now.
+    If the longest answer has not ended, its expected length is the mean of the longer answers in `earlier`.
+    Without longer answers in `earlier`, it is twice the present length.
 
     Args:
         lengths: The lengths so far, those of ended answers first.

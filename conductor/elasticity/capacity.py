@@ -73,8 +73,8 @@ class DivisionCapacity:
         return Work(self.load.prefill_s, self.load.num_output_tokens / tokens_per_s)
 
     def requests_per_s(self, division: Division) -> float:
-        """Return the most requests a second that a division serves within their SLOs, if they are like those
-        of this load."""
+        """Return the most requests a second, of the kind of this load, that a division serves within their
+        SLOs."""
         return FULL_SHARE * self.load.num_requests / max(*self.strain(division), _LEAST)
 
     def strain(self, division: Division) -> Strain:

@@ -41,7 +41,7 @@ THRESHOLDS = Thresholds()
 MODULES_PERIOD_S = 10.0
 """Seconds between two plans of module moves, in which new heartbeats arrive."""
 MODULES_AGAIN_S = 60.0
-"""Seconds after an order to move modules of an instance in which none of its modules leave again."""
+"""Seconds after an order to move modules of an instance; until then no more of its modules leave."""
 
 OVERLOADED = 429
 """The HTTP status of rejections because of the load: only these count as demand that was not served."""
@@ -98,8 +98,8 @@ class Elasticity:
         self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
 
     def _prefill_s(self, tracked: TrackedRequest) -> float:
-        """Return the mean predicted prefill seconds of an unplaced request, whose longest stored prefix is
-        reused."""
+        """Return the mean predicted prefill seconds of an unplaced request, if its longest stored prefix
+        is reused."""
         costs, layout = self._view.mean_prefill_costs(), self._view.layout
         if costs is None or layout is None:
             return 0.0
@@ -173,8 +173,8 @@ class Elasticity:
         return self._roles.switch(instance, change.after, now_s)
 
     def _move_modules(self, now_s: float) -> list[Effect]:
-        """Return the order to move modules of one instance to a helper, or back; none while a request, role
-        or module moves."""
+        """Return the order to move modules of one instance to a helper, or back; none while a request or
+        module moves, or a role changes."""
         if now_s - self._modules_looked_s < MODULES_PERIOD_S or self._requests.migrating:
             return []
         if any(of.state is InstanceState.SWITCHING or place_of(of).is_moving for of in self._instances):

@@ -24,7 +24,7 @@ class Change(NamedTuple):
     division: Division
     """The division before the change."""
     served_before: float
-    """The share of the expected requests that is served within SLOs."""
+    """The share of the expected requests that is served within SLOs before the change."""
     served_after: float
     benefit_s: float
     """Seconds of the whole cluster's time that the change gains in the expected duration of the load."""

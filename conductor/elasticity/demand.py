@@ -66,7 +66,8 @@ class OfferedLoad(NamedTuple):
     window_s: float
     """Seconds for which the load has been the same, as far as is known."""
     was_burst: bool = False
-    """Whether the load is over: the later half of `window_s` had less than a quarter of its mean rate."""
+    """Whether the load is over: the later half of `window_s` had less than a quarter of the mean rate of
+    `window_s`."""
 
     @property
     def mean_kv_tokens(self) -> float:
@@ -76,7 +77,7 @@ class OfferedLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Demand:
-    """The latest arrivals, and the load that they are."""
+    """The latest arrivals, and the load that they make up."""
 
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     num_changes: int = 0
@@ -135,7 +136,7 @@ class Demand:
         )
 
     def _forget(self, began_s: float) -> float:
-        """Forget arrivals before `began_s`, and return it."""
+        """Forget arrivals before `began_s`, and return `began_s`."""
         while self._arrivals and self._arrivals[0].second < math.floor(began_s):
             self._arrivals.popleft()
         return began_s
@@ -189,8 +190,8 @@ def _surprises(
     """Return, for each border, how significantly the rates of work before and after it differ.
 
     The variance of a sum of amounts that arrive at random is the sum of their squares. The deviation is
-    computed as if the time before and after a border had one load, so that it is not near 0 where one of them
-    has few arrivals.
+    computed as if the time before and after a border had one load, so that it is not near 0 where one side
+    of the border has few arrivals.
 
     Args:
         recent: Work since each border, `[n]`.

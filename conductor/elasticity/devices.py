@@ -17,7 +17,7 @@ from mooncake.messages.workers import InstanceState, Role
 
 
 def devices_by_host(view: ClusterView, instances: Instances, modules: Modules) -> list[list[Device]]:
-    """Return the devices of each host whose modules may move; instances without measurements are left out."""
+    """Return, by host, the devices with movable modules. Instances without measurements are left out."""
     by_host = defaultdict[str, list[Instance]](list)
     for instance in instances:
         is_able = instance.role is not Role.PREFILL and instance.state is InstanceState.SERVING

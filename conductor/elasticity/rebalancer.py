@@ -7,8 +7,8 @@
     follow     the change until it is done, and the share of rejections before and after it
 
 A change must not break an SLO that is met: the instance's requests must fit the other instances first. A
-change is never reversed while load and instances stay the same. If either changes, a limited number of
-changes is allowed.
+change is never reversed while load and instances stay the same. When load or instances change, a limited
+number of role changes is allowed again.
 
 Owns: the decisions. Does not know: how a role is changed, where figures come from (`survey`), the clock.
 """
@@ -42,7 +42,7 @@ _LEAST_WINDOW_S = 3.0
 _FEWEST_ARRIVALS = 10.0
 """Arrivals that must have been seen before a decision."""
 _AGAIN_AFTER_S = 60.0
-"""Seconds after a decision for which the instance is not chosen again if its change of role has failed."""
+"""Seconds after a decision in which its instance is not chosen again, if the change of role has failed."""
 _EVALUATED_S = 15.0
 """Seconds before and after a change over which arrivals are compared."""
 _OTHERS_AFTER_S = 15.0
@@ -121,7 +121,7 @@ class Rebalancer:
         """Changes that were decided, by the role after them."""
         self.desired: dict[Role, int] = {}
         """The number of instances of each role that the latest load needs, for autoscalers. Bursts do not
-        change it, and so many instances need not exist."""
+        change the number. It may be larger than the number of instances that there are."""
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
@@ -244,8 +244,8 @@ class Rebalancer:
         return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
     def _is_risky(self, load: OfferedLoad) -> bool:
-        """Return whether this load has led to a change already, although it is still short and it is unknown
-        how long loads last."""
+        """Return whether a further change would be risky: this load has led to a change already, has not
+        lasted long, and it is unknown how long loads last."""
         is_another = self._num_changes_decided == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
@@ -270,7 +270,8 @@ class Rebalancer:
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
         """Return the instance of a role that can best be spared; None if there is none.
 
-        Its requests must fit the other instances. Of several the one with the least to move is taken.
+        Its requests must fit the other instances. Of several such instances, the one with the least to move
+        is taken.
         """
         members, failed_s = state.serving(role), now_s - _AGAIN_AFTER_S
         failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
@@ -310,7 +311,7 @@ class Rebalancer:
     def _follow_open(self, decision: Decision, member: Member | None, now_s: float) -> None:
         """Record the end of a pending change, if it has ended.
 
-        (The Conductor undoes a change that takes too long.)
+        A change that took too long has ended, too: `conductor.membership.roles` has undone it.
         """
         took_s = now_s - decision.at_s
         if member is None:

@@ -190,8 +190,8 @@ def _waiting_for_pages(
 ) -> list[TrackedRequest]:
     """Return the requests that wait for device pages of this instance.
 
-    These are assumed to be the latest of the requests whose decode began before the latest heartbeat, beyond
-    the number that the heartbeat counts in the batch or waiting for its TBT to fall.
+    The latest heartbeat counts the requests that are in the batch, and those that wait for its TBT to fall.
+    If decode of more requests began before the heartbeat, the latest of them are assumed to wait for pages.
     """
     heartbeat = instance.heartbeat
     if heartbeat is None:
@@ -205,7 +205,7 @@ def _waiting_for_pages(
 
 
 def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> RunningAnswer:
-    """Return the answer of a request that is or was decoded, with `num_tokens` at time `at_s`.
+    """Return the answer of a request that is being or was decoded, with `num_tokens` at time `at_s`.
 
     Its kind is that of the client's prompt and limit, without the outputs of earlier attempts.
     """

@@ -153,8 +153,8 @@ class ComingPrefixes:
     def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
         """Return the leading blocks of a prompt that are coming, with the slots that will hold them.
 
-        Only prompts that are computed before this one count. A prefix that it shares with prompts of a higher
-        priority number it computes itself.
+        Only prompts that are computed before this one count. The prompt itself computes a prefix that it
+        shares only with prompts of a higher priority number.
         """
         while self._ended and self._ended[0][0] <= now_s:
             self.remove(self._ended.popleft()[1])

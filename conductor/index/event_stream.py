@@ -30,7 +30,7 @@ ANSWER_TIMEOUT_S = 5.0
 QUIET_S = 3.0
 """Seconds without a batch after which a messenger is asked whether a batch got lost."""
 MAX_EARLY_BATCHES = 100
-"""Batches that may wait for earlier ones: those of a second. Further ones are replayed."""
+"""Batches that may wait for earlier batches: as many as come in a second. Further batches are replayed."""
 
 
 class Step(NamedTuple):

@@ -1,7 +1,7 @@
 """Emptying of instances that drain or switch their role.
 
 No more requests are placed on such an instance. Queued requests are placed on others, running prefills end,
-and running decodes migrate to instances that have room for them, or end there.
+and running decodes migrate to instances that have room for them, or end where they are.
 
 Owns: how an instance is emptied. Does not know: why, what happens to the instance then.
 """
@@ -41,7 +41,7 @@ class Emptier:
         return effects
 
     def retry(self, now_s: float) -> list[Effect]:
-        """Retry moving requests if others have left instances since the last try."""
+        """Retry moving requests if other requests have left instances since the last try."""
         return self.tick(now_s) if self._num_released != self._requests.num_released else []
 
     def go_on(self, instance: Instance, now_s: float) -> list[Effect]:
@@ -63,7 +63,7 @@ class Emptier:
         return effects
 
     def end(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Return the instance to service. No effects if the instance is going to end by itself."""
+        """Return the instance to service. Does nothing if the instance is going to end by itself."""
         if not self._instances.serve(instance):
             return []
         self._view.open(instance)

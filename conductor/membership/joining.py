@@ -99,7 +99,7 @@ class Joining:
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
-    """Return whether an instance repeats its registration over another connection, as the first one broke."""
+    """Return whether an instance repeats its registration over another connection, as the first broke."""
     return (
         earlier is not None
         and earlier.identity == sender

@@ -73,7 +73,7 @@ class Leaving:
 
     def go_on(self, now_s: float) -> list[Effect]:
         """Order copies of leaving instances' blocks, as far as there is room, and the return of modules that
-        draining ones host. To be called about twice a second."""
+        draining instances host. To be called about twice a second."""
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
         effects = self._evacuation.go_on(leaving, now_s)
         for instance in self._instances.emptying:

@@ -30,7 +30,8 @@ class Losses:
     def drop(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
         """Remove lost instances and place their requests again. Returns the messages that follow.
 
-        All are removed before the first request is placed, so that none is placed on a lost instance.
+        All lost instances are removed before the first request is placed, so that none is placed on a lost
+        instance.
 
         Args:
             lost: The instances.

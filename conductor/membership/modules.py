@@ -75,7 +75,7 @@ class Modules:
     def call_back(self, helper: Instance) -> list[Effect]:
         """Order all modules at a helper back, as the helper is about to leave.
 
-        To be called until none is left: an owner may have another order to carry out first, or refuse.
+        To be called until no module is left: an owner may have another order to carry out first, or refuse.
         """
         owners = [owner for owner in self._instances if place_of(owner).helper == helper.name]
         return [
@@ -121,7 +121,7 @@ class Modules:
 def place_of(instance: Instance) -> ModulesPlace:
     """Return the place of an instance's modules.
 
-    They count as moving while an order is in flight.
+    Modules count as moving while an order is in flight.
     """
     order, place = instance.modules_order, instance.modules
     if order is None:

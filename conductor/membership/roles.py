@@ -34,8 +34,8 @@ class SwitchEnd(StrEnum):
     TIMED_OUT = "timed_out"
     """Requests were left after `Limits.switch_timeout_s`."""
     GIVEN_UP = "given_up"
-    """The order was taken back, the instance was drained or lost, or it has become the last one for a
-    stage."""
+    """The order was taken back, the instance was drained or lost, or the instance has become the last one
+    for a stage."""
 
 
 class Roles:
@@ -49,7 +49,7 @@ class Roles:
         self._given: dict[str, Role] = {}
         """Roles that the Conductor has given to instances, by name, the latest last."""
         self.num_switches = Counter(dict.fromkeys(SwitchEnd, 0))
-        """Switches by their end."""
+        """The number of switches, by the way in which they ended."""
 
     def why_not(self, instance: Instance, role: Role, *, force: bool = False) -> str:
         """Return why an instance may not switch to a role now; empty if it may."""

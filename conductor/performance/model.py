@@ -27,11 +27,11 @@ _NUM_HALVINGS = 40
 
 
 def overlapped_s(compute_s: float, transfer_s: float, num_layers: int) -> float:
-    """Return the seconds of a forward pass beside the transfer of its KVCache, layer by layer.
+    """Return the seconds of a forward pass and of the transfer of its KVCache, which overlap layer by layer.
 
     A layer's transfer is hidden by the computation of the next layer while T_KV <= T_F,layer (BanaServe,
-    section 4.2, equations 12 and 13; Mooncake, section 5.2). So the sum is the longer of the two times, and
-    one layer's part of the shorter one.
+    section 4.2, equations 12 and 13; Mooncake, section 5.2). So the result is the longer of the two times
+    plus one layer's part of the shorter time.
     """
     return max(compute_s, transfer_s) + min(compute_s, transfer_s) / num_layers
 

@@ -1,8 +1,8 @@
 """The follower of KV events, which keeps the prefix index up to date with the messengers of all instances.
 
 It has two sockets for all messengers: a SUB socket for live batches, and a ROUTER socket for snapshots and
-replays, which connects to the ROUTER socket of each messenger. The loss of a messenger that cannot be reached
-is the hits in its pool.
+replays, which connects to the ROUTER socket of each messenger. A messenger that cannot be reached costs only
+the hits in its pool.
 
 Owns: these sockets, which messengers are followed. Does not know: placement, the order of events
 (`conductor.index.event_stream`).

@@ -1,6 +1,6 @@
 """The Conductor's process: `python -m conductor.process.service`, started by the supervisor.
 
-It receives and sends the messages of the pure policy (`conductor.policy`), and has a front in it.
+It receives and sends the messages of the pure policy (`conductor.policy`), and contains a front.
 
 Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why messages are
 sent, the meaning of events.
@@ -78,7 +78,7 @@ class ConductorService:
     ) -> None:
         """Prepare the loop.
 
-        `router` is the link to workers and fronts in other processes, `front` to the front in this one.
+        `router` links to workers and to fronts in other processes, `front` to the front in this process.
         `spans`: the spans of requests; None if requests are not traced.
         """
         self._conductor = conductor

@@ -1,9 +1,9 @@
 """Context caches (Mooncake, section 3): prefixes whose blocks are pinned where they are held.
 
-The blocks of a cache are pinned on one instance, for a time that is renewed: pins of a Conductor that is gone
-end by themselves. The prefix index tells which instance holds most of a cache. When this instance is lost, or
-has had to evict blocks, a prompt that uses the cache is computed like any other. Then the cache is pinned on
-the instance that has computed it. Pure: no clock, no IO.
+The blocks of a cache are pinned on one instance, for a time that is renewed, so that pins of a Conductor that
+is gone end by themselves. The prefix index tells which instance holds most of a cache. When this instance is
+lost, or has had to evict blocks, a prompt that uses the cache is computed like any other. Then the cache is
+pinned on the instance that has computed it. Pure: no clock, no IO.
 
 Owns: which cache is pinned where, and until when. Does not know: tokens, keys of clients, how a pool pins.
 """
@@ -66,7 +66,7 @@ class Contexts:
         return [context.pinned for context in self._contexts.values() if context.holder is instance]
 
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
-        """Add a cache, or set its time to live in seconds anew. A cache with the same id has the same
+        """Add a cache, or set its time to live `ttl_s` anew. A cache with the same id has the same
         keys."""
         context = self._contexts.setdefault(context_id, KeptContext(keys, 0.0))
         context.expires_s, context.renew_s = now_s + ttl_s, now_s
@@ -152,8 +152,8 @@ class Contexts:
 
 
 def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
-    """Return the sort key of holders, the best last: preferred is a holder that is serving, then the one that
-    has pinned the cache, then one that prefills."""
+    """Return the sort key of holders, the best last: a holder that is serving is preferred, then the holder
+    that has pinned the cache, then a holder that prefills."""
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,

@@ -289,7 +289,8 @@ class Replication:
         """Return the slot of the prefill instance that should fetch the first `depth` blocks; None without
         one.
 
-        It lacks some of them, has room for these, and has the shortest queue of all such instances.
+        The instance lacks some of these blocks and has room for them. Of such instances, the one with the
+        shortest queue is taken.
         """
         view, loads = self._view, self._view.loads
         is_possible = loads.is_prefill & (num_blocks < depth)

@@ -1,9 +1,9 @@
 """Copies of blocks that would be lost with an instance that leaves: pinned blocks and hot prefixes.
 
-If no other instance holds as many blocks of such a prefix, one with room fetches it, if possible one that
-computes prompts. The copies travel as bulk, and their bytes in flight are limited. A leaving instance waits
-for its copies, but no longer than `MOST_S`: blocks that have not arrived by then are computed again when they
-are needed.
+If no other instance holds as many blocks of such a prefix, an instance with room fetches the prefix, if
+possible one that computes prompts. The copies travel as bulk, and their bytes in flight are limited. A
+leaving instance waits for its copies, but no longer than `MOST_S`: blocks that have not arrived by then are
+computed again when they are needed.
 
 Owns: which blocks are copied where, and how many are left. Does not know: why an instance leaves, how blocks
 are sent, the clock.

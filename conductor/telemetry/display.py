@@ -98,7 +98,7 @@ class Display:
         return {**self._summary(timeline, num_received), "moments": moments}
 
     def pair(self, request_id: str) -> tuple[str | None, str | None]:
-        """Return the names of a request's prefill and decode instance; None for one that is unknown."""
+        """Return the names of a request's prefill and decode instance; (None, None) if it is unknown."""
         timeline = self._history.find(request_id)
         return (None, None) if timeline is None else (timeline.prefill, timeline.decode)
 
@@ -160,7 +160,7 @@ class Display:
     def _paths(self) -> list[dict[str, Any]]:
         """Return the paths between pools with the most bytes as JSON values.
 
-        A path's bytes are those that its source has sent and its target has fetched.
+        A path's bytes are the bytes that its source has sent plus the bytes that its target has fetched.
         """
         num_bytes: Counter[tuple[str, str, str]] = Counter()
         for instance in self._conductor.instances:

@@ -11,7 +11,7 @@ from mooncake.leadership.leaders import Reach
 
 
 def register_reach(registry: CollectorRegistry, reach: Reach) -> None:
-    """Add to `registry` the metric of all processes that use etcd: whether it answers."""
+    """Add to `registry` the metric of all processes that use etcd: whether etcd answers."""
     gauge = Gauge("mooncake_etcd_reachable", "whether etcd answers this process", registry=registry)
     gauge.set_function(lambda: float(reach.is_given))
 

@@ -49,8 +49,8 @@ class ConductorMetrics(Collector):
         conductor: The policy whose state is read.
         registry: The registry of the metrics.
         now_s: A function that returns the time.
-        num_refused: A function that returns the number of connections to the Conductor that showed another
-            key, or none.
+        num_refused: A function that returns the number of connections to the Conductor that showed a wrong
+            cluster key or no key.
         num_unfinished: A function that returns the number of connections that ended in the middle of their
             handshake.
         streams: A function that returns the event streams that are followed, by messenger.

@@ -1,8 +1,8 @@
 """The Conductor's spans: one for each traced request, with its placements and migrations as parts.
 
 The Conductor's span of a request is a child of the front's span, and the parent of its instances' spans, as
-messages that pass through get its context. Its events are the request's timeline
-(`conductor.telemetry.history`).
+the Conductor puts the span's context into the messages that it passes on. The span's events are the request's
+timeline (`conductor.telemetry.history`).
 
 Owns: traced requests that have not ended, what was decided for them. Does not know: clocks, why something is
 decided.

@@ -48,7 +48,7 @@ class Assignment:
     """Predicted seconds of prefills that were assigned later than this one and are computed before it."""
     decode_began_s: float | None = None
     has_moved: bool = False
-    """Whether the request has moved to another decode instance than the predicted one."""
+    """Whether the request has left the decode instance for which its times were predicted."""
     is_adopted: bool = False
     """Whether an earlier Conductor has placed the request, so that the time of its order is unknown."""
 
@@ -112,7 +112,7 @@ class Assignments:
     ) -> Assignment:
         """Enter a request that an earlier Conductor has ordered from this pair, and return its assignment.
 
-        Nothing is learned from it, as the time of its order is not known.
+        Nothing is learned from the request, as the time of its order is unknown.
         """
         view = self._view
         slot, decode_slot = view.slot_of(prefill.name), view.slot_of(decode.name)
@@ -195,7 +195,7 @@ class Assignments:
 
     def _source(self, placement: Placement, num_held_blocks: int) -> tuple[Instance | None, int]:
         """Return the source of the prompt's prefix, and the number of blocks that it holds; None, 0 without
-        one.
+        a source.
 
         The source is the placement's, or the decode instance if that holds more. An inlined prompt has none.
         """
@@ -210,7 +210,7 @@ class Assignments:
         return source, placement.num_source_blocks
 
     def end_prefill(self, assignment: Assignment, now_s: float, num_cached_tokens: int) -> None:
-        """Record that the prompt has been computed, and decode begins."""
+        """Record that the prompt has been computed, and that decode begins."""
         seconds = self._leave_prefill(assignment, now_s, was_computed=True)
         if not assignment.is_adopted:
             self._learn_prefill(assignment, now_s, num_cached_tokens, seconds)
@@ -251,7 +251,7 @@ class Assignments:
             self._stats.decoded(assignment.placement, seconds / num_gaps)
 
     def reserve(self, assignment: Assignment, instance: Instance, copied_bytes: float) -> Destination:
-        """Enter a request that is decoded into the batch of its destination, too, and return its share of the
+        """Enter a migrating request into the batch of its destination as well, and return its share of the
         load there."""
         view, source = self._view, assignment.placement.decode
         slot = view.slot_of(instance.name)
@@ -315,7 +315,8 @@ class Assignments:
 
         Does nothing if the request is decoded already.
 
-        Returns the seconds that the prefill took, if the prompt was computed and they are known.
+        Returns the seconds that the prefill took, if the prompt was computed and the time is known; else
+        None.
         """
         if assignment.decode_began_s is not None:
             return None

@@ -16,7 +16,7 @@ from mooncake.messages.pools import PoolStats
 LOWEST, HIGHEST = 1.05, 4.0
 """The bounds of an adapted threshold."""
 MANY_EVICTED = 0.02
-"""The share of lookups for lately evicted blocks above which the threshold rises."""
+"""The share of lookups that miss lately evicted blocks; above this share the threshold rises."""
 _LOOKUPS_A_STEP = 1000
 """Lookups in all pools after which the threshold is adapted once."""
 _RISE, _FALL = 1.25, 0.95

@@ -78,8 +78,8 @@ class _Occupant:
 class ClusterView:
     """All slots, with all that is known of their instances.
 
-    `next_iteration_s`, `next_token_s` and `next_delay` predict decoding with one more request, as line 24 of
-    Algorithm 1 needs it of all slots: if the prompt of this request has n tokens, an iteration takes
+    `next_iteration_s`, `next_token_s` and `next_delay` predict decoding with one more request, for
+    all slots, as line 24 of Algorithm 1 needs: if the prompt of this request has n tokens, an iteration takes
     `next_iteration_s + n * next_token_s` seconds, and the TBT is `next_delay` times as long.
 
     Args:
@@ -116,7 +116,7 @@ class ClusterView:
         self.layout: KVLayout | None = None
         """The block layout of all instances; None before the first one."""
         self.block_bytes = 0
-        """The size of a block in that layout, which every decision needs."""
+        """The size of a block of `layout` in bytes, kept here because every decision needs it."""
         self._set_next(np.zeros((3, 0)))
         self.num_changes = 0
         """The number of times that the arrays by slot were replaced: instances come, go or change roles."""
@@ -320,7 +320,7 @@ class ClusterView:
         """Learn the costs of a prefill that took `seconds` since the prefill before it ended.
 
         Prefills of one pass end together and are learned as one. So the latest prefill is learned only when
-        no other one is ordered, or when one has ended that was in another pass.
+        no other prompt is ordered, or when a prefill of another pass has ended.
         """
         num_new, num_pairs = prefill_quantities(num_tokens - num_cached_tokens, num_cached_tokens)
         occupant = self._occupants[slot]
@@ -375,7 +375,7 @@ class ClusterView:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
     def _learn_decode(self, slot: int, decode: DecodeStats, now_s: float) -> None:
-        """Learn costs from the iterations since the last heartbeat, without those that had a prompt."""
+        """Learn costs from the iterations since the last heartbeat in which no prompt was computed."""
         occupant, loads = self._occupants[slot], self.loads
         before, occupant.decode = occupant.decode, decode
         mixed, mixed_before = decode.mixed, before.mixed

@@ -26,7 +26,7 @@ MOST_TTFT = 1.5
 TBT_QUANTILE = 0.9
 """The share of the latest TBTs reported by decode instances that the corrected prediction covers."""
 NEAR_TBT_SLO = 0.3
-"""The share of the time that the TBT SLO leaves for a batch, from which on the batch is near the SLO. The
+"""A batch is near its TBT SLO if it takes at least this share of the time that the SLO leaves for it. The
 error for a smaller batch says little about one at the SLO. Batches grow much between two heartbeats: with a
 share of 0.5 fewer requests are in time."""
 MOST_TBT = 1.5
@@ -70,7 +70,7 @@ class _LatestErrors:
         self._update()
 
     def factor(self, now_s: float) -> float:
-        """Return the factor of a predicted time, at least 1."""
+        """Return the factor, at least 1, of a predicted time."""
         if self._latest and self._latest[0].at_s < now_s - MEMORY_S:
             while self._latest and self._latest[0].at_s < now_s - MEMORY_S:
                 self._latest.popleft()
@@ -91,15 +91,15 @@ class TTFTCorrection:
 
     def __init__(self) -> None:
         self._by_slo: OrderedDict[float, _LatestErrors] = OrderedDict()
-        """The errors by SLO; the SLO that learned last is at the end."""
+        """The errors by SLO; the SLO with the newest error is last."""
 
     def learn(
         self, prediction: Prediction, delay_s: float, ttft_s: float, ttft_slo_s: float | None, now_s: float
     ) -> None:
         """Record the error of a first token's prediction.
 
-        Only predictions near the SLO are learned, as prompts of other lengths have other errors. Probes are
-        not learned: requests that were admitted although they were predicted to miss the SLO.
+        Only predictions near the SLO are learned, as prompts of other lengths have other errors. Probes,
+        which are admitted although they are predicted to miss the SLO, are not learned.
 
         Args:
             prediction: The prediction made at the placement.
@@ -121,7 +121,7 @@ class TTFTCorrection:
             self._by_slo.popitem(last=False)
 
     def factor(self, ttft_slo_s: float, now_s: float) -> float:
-        """Return the factor of a predicted time of a request with this SLO, at least 1."""
+        """Return the factor, at least 1, of predicted TTFTs of requests with this SLO."""
         errors = self._by_slo.get(ttft_slo_s)
         return 1.0 if errors is None else errors.factor(now_s)
 

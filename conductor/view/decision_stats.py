@@ -75,7 +75,7 @@ class MigrationStats:
     seconds: float = 0.0
     """Seconds from beginning to hand-over, summed over all requests that have moved."""
     num_copied_bytes: int = 0
-    """Bytes of the blocks that destinations have loaded, beyond those that their pools held before."""
+    """Bytes of the blocks that destinations have loaded, without blocks that their pools held before."""
     num_recomputed_tokens: int = 0
     """Tokens that destinations computed again, as their KVCache was in no full block."""
 
@@ -99,7 +99,7 @@ class DecisionStats:
         self.num_placements[placement.reuse] += 1
 
     def ordered_fetch(self, num_blocks: int) -> None:
-        """Record that a prefill instance was told to fetch `num_blocks` that it is believed to lack."""
+        """Record that a prefill instance was told to fetch `num_blocks` blocks that it seems to lack."""
         self.num_fetches += 1
         self.num_fetched_blocks += num_blocks
 

@@ -2,9 +2,9 @@
 
 A cost is a polynomial with three coefficients (`mooncake.messages.costs`). An estimator begins with the
 coefficients of a profile, or with generic ones, and corrects them by recursive least squares on relative
-errors. By its prior all coefficients are wrong by about the same factor, the speed of the machine: so short
-prompts also correct predictions for long ones. A large error counts only up to a limit. Several large errors
-in a row in one direction are a change of speed, and rescale all coefficients at once.
+errors. Its prior assumes that all coefficients are wrong by about one factor, the speed of the machine. So
+short prompts also correct predictions for long ones. A large error counts only up to a limit. Several large
+errors in a row in one direction are a change of speed, and rescale all coefficients at once.
 
 Owns: coefficients by slot, the mean of the decode instances. Does not know: requests, queues, the clock.
 """
@@ -49,7 +49,8 @@ class Doubt(NamedTuple):
 
 
 PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
-"""Decode is measured as the mean of many iterations; the time that a request adds differs between devices."""
+"""Decode has less noise, as means of many iterations are measured. It has more doubt of the shape, as the
+time that a request adds differs between devices."""
 
 
 _Covariance = Sequence[float]
@@ -103,8 +104,8 @@ class CostEstimator:
     def adopt(self, slot: int) -> None:
         """Copy the costs that instances of the same kind have learned, if this instance has learned nothing.
 
-        Generic costs are too low: an instance that joins others would be given all prompts that come before
-        it has computed one. Without others that have learned, the costs stay.
+        With generic costs, which are too low, an instance that joins others would get all prompts until it
+        has computed its first one. If no instance of the kind has learned, the costs stay.
         """
         if not self._has_learned[slot] and (learned := self._learned_alike(slot)).any():
             self._begin_at(slot, self.mean(learned))
@@ -135,7 +136,7 @@ class CostEstimator:
         return constant_s + first * first_s + second * second_s
 
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
-        """Return the mean coefficients of these slots, at least one."""
+        """Return the mean coefficients of these slots, of which there must be at least one."""
         num_slots = int(np.count_nonzero(slots))
         return Costs(*(self._coefficients @ slots / num_slots).tolist())
 

@@ -94,8 +94,8 @@ class Instance:
 
     @property
     def max_sequence_blocks(self) -> int:
-        """Blocks of the longest sequence that fits into the idle instance, with its modules at their present
-        place and with all of them back."""
+        """Blocks of the longest sequence that fits into the idle instance both with its modules where they
+        are and with all of them back."""
         capacity = self.registration.capacity
         return min(capacity.num_pool_pages, capacity.num_device_pages, self.num_device_pages)
 
@@ -164,10 +164,10 @@ class Instances:
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
-        """Expect the next life of a lost instance until `until_s`, as the instance has announced it.
+        """Expect the next life of a lost instance until `until_s`, as that life has announced itself.
 
-        An unknown instance may have been lost under an earlier Conductor. While instances of an earlier
-        Conductor are expected, all of them are then expected until `until_s` at least.
+        An unknown instance may have been lost under an earlier Conductor. If instances of an earlier
+        Conductor are expected, all of them are then expected until at least `until_s`.
         """
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)
@@ -177,7 +177,7 @@ class Instances:
     def begin_emptying(self, instance: Instance, state: InstanceState, now_s: float) -> bool:
         """Begin to drain an instance, or to switch its role. Returns False if its state does not allow that.
 
-        An instance that was emptied for another purpose keeps its progress.
+        An instance that is being emptied already keeps its progress.
         """
         if state not in _NEXT[instance.state]:
             return False
@@ -213,8 +213,8 @@ class Instances:
 
     @property
     def num_expected(self) -> int:
-        """The number of registered instances; or, while instances of an earlier Conductor are expected back,
-        their number if it is larger."""
+        """The number of registered instances; or the number of instances of an earlier Conductor that are
+        expected back, if that is larger."""
         return max(len(self), 0 if self._all_expected_until_s is None else self._num_before)
 
     def lacks(self, stage: Role) -> bool:

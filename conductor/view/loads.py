@@ -1,7 +1,7 @@
-"""The requests that each instance has and has not ended, in arrays by slot (Mooncake, section 6.1).
+"""Each instance's assigned requests that have not ended, in arrays by slot (Mooncake, section 6.1).
 
 The arrays change with events, so that a decision only reads them. Slots are those of the prefix index. Queues
-have the requests that the Conductor has assigned and that have not ended, whatever heartbeats report.
+contain the requests that the Conductor has assigned and that have not ended, whatever heartbeats report.
 
 Owns: roles, room, queues of prefills, batches of decodes. Does not know: messages, predictions of times.
 """
@@ -31,7 +31,7 @@ class AssignedPrefill:
     """
 
     left_s: float
-    """Predicted seconds to compute the rest of the prompt, as of the last time that the prompt began."""
+    """Predicted seconds to compute the rest of the prompt, counted from when it last became the head."""
     priority: int
     ordered_s: float | None = None
     """The time at which the prompt was ordered; None before."""
@@ -92,8 +92,8 @@ class Loads:
     num_decoding_tokens: Floats
     """Prompt tokens of the requests in `num_decoding`."""
     num_awaiting_turn: Floats
-    """Requests of `num_decoding` that wait at the double check for the batch's TBT to fall: the last
-    heartbeat's number, updated since. Requests that wait for a batch slot do not count."""
+    """Requests of `num_decoding` that wait at the double check for the batch's TBT to fall. The number is the
+    last heartbeat's, updated by later events. Requests that wait for a batch slot do not count."""
     num_prompts: Floats
     """Assigned prompts that have not been computed."""
     max_batch: Floats

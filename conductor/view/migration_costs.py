@@ -1,7 +1,7 @@
 """Predicted costs of moving a running request to another decode instance.
 
-Blocks that the destination's pool holds do not travel. The prefix index knows which blocks of the prompt it
-holds.
+Blocks that the destination's pool holds do not travel. The prefix index knows which of the prompt's
+blocks the pool holds.
 
 Owns: this prediction. Does not know: which requests move, and why.
 """
@@ -37,7 +37,7 @@ def num_tokens_so_far(view: ClusterView, request: Request, assignment: Assignmen
 def migration_cost(
     view: ClusterView, request: Request, assignment: Assignment, destination: Instance, now_s: float
 ) -> MigrationCost:
-    """Predict the cost of moving a request that is decoded.
+    """Predict the cost of moving a request that is being decoded.
 
     Args:
         view: The view of the instances.

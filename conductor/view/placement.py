@@ -83,7 +83,7 @@ def num_tokens_held(request: Request, stage: Role) -> int:
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
-    """Return why no pair, registered or expected back, can hold the request; None if one can."""
+    """Return why no pair, registered or expected back, can hold the request; None if a pair can."""
     for stage in STAGES:
         largest = instances.largest(stage)
         if largest is not None and not largest.can_hold(num_tokens_held(request, stage)):

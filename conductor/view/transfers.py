@@ -24,7 +24,8 @@ is learned."""
 SSD_BYTES_PER_S = 2e9
 """Bytes a second at which blocks come from SSD to DRAM."""
 _RISE, _FALL = 0.3, 0.05
-"""The weights of a report of more bandwidth than before, and of less: small transfers are always slow."""
+"""The weights of a report of more bandwidth than before, and of a report of less: small transfers are always
+slow."""
 
 
 class TransferEstimator:
@@ -34,7 +35,7 @@ class TransferEstimator:
         self.in_flight_bytes = np.zeros(0)
         """Bytes from and to each instance, as of the latest heartbeats."""
         self.ordered_bytes = np.zeros(0)
-        """Bytes of fetches from each instance that are ordered and whose prefills have not ended."""
+        """Bytes of ordered fetches from each instance, counted until the fetching prompts' prefills end."""
         self._bytes_per_s: dict[int, float] = {}
         """The recent bandwidth between an instance and all others, by slot, as either side reports it."""
         self._typical_bytes_per_s: float | None = None

@@ -47,7 +47,7 @@ class Coming(NamedTuple):
     tbt_slo_s: float | None = None
     priority: int = 0
     has_waited_s: float = 0.0
-    """Seconds for which the request has waited for device pages alone."""
+    """Seconds for which the request has waited only for device pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from conductor.elasticity.moves.limits import Move
 from conductor.view.decision_stats import MigrationReason
 
 LEAST_WAIT_S = 2.0
-"""Seconds for which a request waits before others move for it, as most get device pages without a move."""
+"""Seconds for which a request waits before others move for it; most get device pages without a move."""
 
 
 def defragment(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the moves that free device pages for the longest request that waits, on each instance with one.
+    """Return, for each instance with waiting requests, the moves that free device pages for the longest one.
 
     An instance on which moves would not free enough pages is left as it is.
     """

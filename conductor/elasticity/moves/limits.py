@@ -21,7 +21,7 @@ MOST_OF_SOURCE = 1
 
 
 class Move(NamedTuple):
-    """A running request, with the decode instance that it leaves and the one to which it moves."""
+    """A running request, with the decode instance that it leaves and the instance to which it moves."""
 
     request_id: str
     source: str
@@ -30,7 +30,7 @@ class Move(NamedTuple):
 
 
 class RecentMoves:
-    """The moves of the last seconds, which limit further ones.
+    """The moves of the last seconds, which limit further moves.
 
     Copies take bandwidth, and a wrong prediction would be repeated.
     """

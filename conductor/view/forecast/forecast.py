@@ -52,7 +52,7 @@ class Stay(NamedTuple):
 
 
 class IterationCount:
-    """The mean number of iterations that decode instances have done. A request gets a token from each."""
+    """The mean number of iterations that decode instances have done. A request gets one token in each."""
 
     def __init__(self) -> None:
         self.iteration_s = 1.0
@@ -82,7 +82,7 @@ class Forecast(ABC):
 
     @property
     def everything(self) -> PromptTotals:
-        """All work that is expected or decoded now: an upper bound of the work at any time."""
+        """All requests that are expected or being decoded now: an upper bound of the work at any time."""
         return self._prefills.total.plus(self._decodes.total)
 
     @property
@@ -117,7 +117,7 @@ class Forecast(ABC):
 
 
 class SystemForecast(Forecast):
-    """The forecast by the lengths of the latest decodes, the same for every request."""
+    """The forecast that takes the lengths of the latest decodes for every request alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,8 @@ class SystemForecast(Forecast):
         return self._joined(time_s, now_s, iteration_s).plus(left)
 
     def _joined(self, time_s: float, now_s: float, iteration_s: float) -> PromptTotals:
-        """Return the work of prefills that have ended by `time_s` and are still decoded."""
+        """Return the work of requests whose prefill has ended by `time_s` and that are still being
+        decoded."""
         if self._lifetimes.all_last((time_s - now_s) / iteration_s):
             return self._prefills.until(time_s)
         ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill is not older
@@ -153,7 +154,7 @@ class SystemForecast(Forecast):
 class RequestForecast(Forecast):
     """The forecast in which each request is decoded until it has its expected number of tokens.
 
-    A request with more tokens stays until it has ended: its output is longer than most.
+    A request that has more tokens than that stays until it ends: its output is longer than most.
     """
 
     def __init__(self) -> None:

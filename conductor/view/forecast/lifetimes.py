@@ -21,7 +21,7 @@ BUCKET_ITERATIONS = 2.0
 _NUM_RECENT = 256
 """Decodes that are remembered."""
 _MOST_LOOKS = 64
-"""Spans ahead for which shares are cached."""
+"""The most spans ahead for which shares are cached."""
 
 
 class Lifetimes:

@@ -24,7 +24,7 @@ class PromptTotals(NamedTuple):
         return PromptTotals(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
 
     def less(self, other: "PromptTotals") -> "PromptTotals":
-        """Return these totals less the others, field by field."""
+        """Return these totals less the totals `other`, field by field."""
         return PromptTotals(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
 
 
