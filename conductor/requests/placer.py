@@ -341,7 +341,10 @@ class Placer:
     def fail(
         self, tracked: TrackedRequest, reason: str, now_s: float, *, may_retry: bool = False
     ) -> list[Effect]:
-        """End a request that cannot be finished. `may_retry`: whether its client may send it again."""
+        """End a request that cannot be finished.
+
+        `may_retry`: the request did not cause the failure, so its client may send it again.
+        """
         effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
         return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry))]
 
@@ -357,7 +360,7 @@ class Placer:
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> Effect:
-        """Return the message that tells a front that a request, which need not be accepted, is rejected.
+        """Return the message that tells a front that a request, new or accepted, is rejected.
 
         `retry_after_s` is in seconds.
         """

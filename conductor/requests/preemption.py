@@ -5,8 +5,8 @@ number yield first. Of equal priority, requests of the tenant with the most work
 keeps at least as much work as the preempting request's tenant. Each such step leads towards max-min fairness.
 The latest request of a tenant yields first.
 
-Owns: the order. Does not know: how many requests are enough, what becomes of
-preempted requests.
+Owns: the order. Does not know: how many requests are enough, what becomes of preempted
+requests.
 """
 
 from collections import defaultdict
@@ -76,8 +76,8 @@ class Preemption:
     def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
         """Return the placed request that yields first to the new request `tracked`; None if no request does.
 
-        `device_s`: predicted seconds of the new request's prefill. If it is 0 and
-        the result is None, no request would yield to the new request, however short that is.
+        `device_s`: predicted seconds of the new request's prefill. If it is 0 and the result is
+        None, no request would yield to the new request, however short that is.
         """
         victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
         return None if victim is None else victim.tracked

@@ -141,7 +141,7 @@ class Resumption:
         return effects
 
     def _abandon(self, request_id: str) -> list[Effect]:
-        """Forget all attempts of a request that lack reports, and return the orders that stop them."""
+        """Forget a request's attempts for which reports are missing, and return the orders that stop them."""
         return [
             Effect(instance.identity, Abort(ref))
             for ref, attempt in self._attempts.pop(request_id, {}).items()

@@ -1,4 +1,4 @@
-"""Suspects, requests that may have made an instance fail, and *poison*, a request that surely has.
+"""Suspects, requests that may have made an instance fail, and *poison*, a request that surely has done so.
 
     an instance is lost                       the requests that had begun there are *suspects*
     its next life says that it was killed     these requests are suspects no more

@@ -85,7 +85,7 @@ class WorkerReports:
         ]
 
     def on_returning(self, instance: str, failed_in: list[Ref] | None, now_s: float) -> list[Effect]:
-        """Record in which forward pass a process failed, and end requests that are poison by now.
+        """Record in which forward pass a process failed, and end the requests that prove to be poison.
 
         Args:
             instance: The name of the process's instance.
@@ -198,8 +198,7 @@ class WorkerReports:
         return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """Begin another attempt: from the start, or behind the output that the front has, if any may have
-        left."""
+        """Begin another attempt: from the start; or, if output may have left, behind what the front has."""
         if tracked.may_have_begun:
             effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
             return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]

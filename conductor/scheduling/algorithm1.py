@@ -17,8 +17,8 @@ leaves room:
 
 The listing's pair competes with each decode instance that inlines prompts (section 5; Sarathi-Serve, OSDI
 2024): no KVCache moves there, but chunks of the prompt share iterations with the requests that are being
-decoded. The candidate that adds the least waiting is chosen. Counted are the wait of the request itself for
-its first token, and the waits of the requests that it delays.
+decoded. The candidate that adds the least waiting is chosen. Added waiting is the wait of the request for
+its first token, plus the waits of the requests that it delays.
 
 Lines 25 to 27 are `conductor.admission.overload`, lines 28 to 30 the source in the order to prefill.
 
