@@ -1,8 +1,8 @@
 """Causal grouped-query attention over a paged KVCache: the torch reference.
 
 Semantics: the query at position p of its sequence attends to the keys at positions `(p - window, p]`
-(all up to p without a window), softmax in float32. Keys and values are read from pages; those of the
-queries themselves must have been written before.
+(all up to p without a window), softmax in float32. Keys and values are read from pages, to which those of
+the new tokens must have been written before.
 
 Bytes moved: every page that a query can see is read once and written once to a contiguous buffer, then
 read from there by the matrix products, once per block of query rows. Chunks of several tokens run one
@@ -251,7 +251,7 @@ def _padded(pages: torch.Tensor, num_pages: int) -> torch.Tensor:
 def _additive_mask(is_hidden: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
     """Return a mask in the pages' dtype, -inf where hidden and else 0.
 
-    A boolean mask would be converted by every call.
+    The mask is not boolean, as attention would convert a boolean one in every call.
     """
     mask = torch.zeros(is_hidden.shape, dtype=geometry.dtype, device=geometry.device)
     return mask.masked_fill_(is_hidden, float("-inf"))

@@ -1,4 +1,4 @@
-"""Copies between tokens, device pages and blocks: the only code that knows both layouts.
+"""Copies between tokens, device pages and blocks.
 
 A layer of the device's KVCache is `[num_pages, num_kv_heads, 2, page_size, head_dim]` (index 0 is K,
 1 is V), so one page is byte for byte one layer of a KVCache block.

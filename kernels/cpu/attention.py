@@ -1,8 +1,8 @@
 """Causal grouped-query attention over a paged KVCache on the CPU (attention.h).
 
 Reference: `kernels.attention`, with the same semantics. Bytes moved: every page that a query sees is read
-where it lies, once for each tile of queries (TILES * COLUMNS pairs of query and head; decode: once); queries
-are read and results written once. Scores never leave the processor's caches.
+where it lies, once for each tile of queries (a tile has TILES * COLUMNS pairs of query and head), and once in
+decode; queries are read and results written once. Scores never leave the processor's caches.
 
 The result of a token does not depend on its batch, nor on how its sequence was cut into chunks, bit for bit.
 
@@ -22,7 +22,7 @@ from kernels.cpu.library import DTYPES, Library
 HEAD_DIMS = (64, 96, 128)
 _UNLIMITED_WINDOW = 2**30
 _MOST_POSITIONS = 2**24
-"""The largest position, as positions are compared in float32."""
+"""The most positions of a sequence: float32, in which positions are compared, counts exactly up to here."""
 
 
 class _Batch(ctypes.Structure):
@@ -60,7 +60,7 @@ class AttentionShape:
         )
 
     def without(self, others: "AttentionShape") -> "AttentionShape":
-        """Return the shape of the heads before the last ones, `others`."""
+        """Return the shape of the heads that are left without the last ones, `others`."""
         return self.last(self.num_kv_heads - others.num_kv_heads)
 
 
@@ -68,7 +68,7 @@ class PagedAttention:
     """Attention in one forward pass over concatenated sequences, for all layers that share a sliding window.
 
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
-    t lies in page `page_tables[s][t // page_size]`. `kv_shape` is that of a layer's pages, `[num_pages,
+    t lies in page `page_tables[s][t // page_size]`. `kv_shape` is the shape of a layer's pages, `[num_pages,
     num_kv_heads, 2, page_size, head_dim]`. Raises ValueError if lengths, page tables and shape do not fit
     together.
     """
@@ -136,10 +136,10 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Return the attention of `query` [T, num_heads, head_dim] over the pages of one layer.
 
-        The result is contiguous. Tokens of `query` may lie apart (a part of a larger matrix), its heads may
-        not. `kv_layer` holds the new tokens already. Both are float32 or bfloat16 in the CPU's memory.
-        `lse`, float32 [T, num_heads], takes the natural logarithm of each softmax's denominator. Raises
-        ValueError for other tensors.
+        The result is contiguous. The tokens of `query` may lie apart (as in a part of a larger matrix), the
+        heads of a token may not. `kv_layer` holds the new tokens already. Both tensors are float32 or
+        bfloat16 in the CPU's memory. `lse`, float32 [T, num_heads], takes the natural logarithm of each
+        softmax's denominator. Raises ValueError for other tensors.
         """
         heads = self.heads
         shape = (self.num_tokens, heads.num_heads, heads.head_dim)

@@ -16,8 +16,7 @@ from kernels.cpu.library import Library
 from kernels.head_norms import HeadNorms
 
 MULTIPLE = 16
-"""The number of which every row length in norms is a multiple; head sizes in rotations are multiples of twice
-this number."""
+"""The divisor of every row length in norms. Head sizes in rotations are multiples of twice this number."""
 
 
 class _Slots(ctypes.Structure):
@@ -48,7 +47,7 @@ class _Pages(ctypes.Structure):
 class Slots:
     """Token slots of T tokens: angles, float32 `[T, head_dim / 2]`, and pages and offsets, int64 `[T]`.
 
-    Checked once, for all layers of a batch. Raises ValueError for other tensors.
+    The tensors are checked once, for all layers of a batch. Raises ValueError for other tensors.
     """
 
     def __init__(
@@ -101,8 +100,8 @@ class Elementwise:
         """Rotate the queries in place, and write rotated keys and values to their pages.
 
         `qkv` [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; head_dim % 32 == 0.
-        `kv_layer` [num_pages, num_kv_heads, 2, page_size, head_dim]. Pairs are (i, i + head_dim / 2). The
-        keys in `qkv` are undefined afterwards.
+        `kv_layer` [num_pages, num_kv_heads, 2, page_size, head_dim]. The rotated
+        pairs are elements (i, i + head_dim / 2). The keys in `qkv` are undefined afterwards.
         """
         num_pages, num_kv_heads, _, page_size, head_dim = kv_layer.shape
         num_tokens, num_rows, _ = qkv.shape

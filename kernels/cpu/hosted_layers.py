@@ -1,8 +1,8 @@
 """Whole layers of passes in a helper's process (BanaServe, section 4.1, figure 3).
 
 Both processes have a mailbox, in which the owner of the sequences describes a pass and puts the hidden states
-before these layers. The helper computes the layers with its own weights, and puts the hidden states behind
-them in the same place. Bytes exchanged by a token: two rows of hidden states.
+that enter these layers. The helper computes the layers with its own weights, and puts the hidden states that
+leave them in the same place. Bytes exchanged by a token: two rows of hidden states.
 
 Up to `NUM_SLOTS` passes are in the mailbox at a time, so that both sides compute at once. The helper answers
 them in order.
@@ -39,7 +39,7 @@ class LayersShape:
 
     @property
     def rows_offset(self) -> int:
-        """The offset in bytes of the hidden states in a slot, after the description."""
+        """The offset in bytes of the hidden states in a slot; the description of the pass comes first."""
         return aligned(described_bytes(self.num_sequences, self.num_pages))
 
     @property
@@ -54,7 +54,7 @@ class LayersShape:
 
 
 class _LayersMailbox(Mailbox):
-    """One end of a mailbox for layers, of this shape."""
+    """One end of a mailbox for layers; `shape` has its sizes."""
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, wire: Wire | None) -> None:
         super().__init__(library, memory, shape.size_bytes, wire)
@@ -110,7 +110,7 @@ class LayersOwner(_LayersMailbox):
         page_size: int,
         hidden: torch.Tensor,
     ) -> int:
-        """Send a pass to the helper, with `hidden` [T, hidden_size] before these layers.
+        """Send a pass to the helper, with the states `hidden` [T, hidden_size] that enter these layers.
 
         Returns the pass's number.
 
@@ -140,9 +140,9 @@ class LayersOwner(_LayersMailbox):
         return number
 
     def take(self, number: int) -> torch.Tensor:
-        """Return the hidden states behind the layers of a pass, `[T, hidden_size]`. Blocks.
+        """Return the hidden states that leave the layers of a pass, `[T, hidden_size]`. Blocks.
 
-        Raises HelperLost, for each later pass too.
+        Raises HelperLost, and after one HelperLost again for each later pass.
         """
         num_tokens = self._asked.pop(number)
         if self.is_closed or not self._code.await_answer(self._address, c_uint32(number), self._timeout_ms):
@@ -182,5 +182,5 @@ class LayersHelper(_LayersMailbox):
         return described, self._rows(number, num_tokens)
 
     def answer(self) -> None:
-        """Tell the owner that the pass's hidden states are now those after the layers."""
+        """Tell the owner that the pass's hidden states are now those that leave the layers."""
         self._answer_pass(*self._rows_span(self._num_passes, self._num_tokens))

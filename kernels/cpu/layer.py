@@ -2,10 +2,10 @@
 
 The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, products for queries, keys and
 values, rotation and page write, attention, product, norm, gated products, product, with both residuals. All
-layers of a pass are one call. Thirty layers of nine calls each would cost Python 1.4 ms a step, a fifth of a
-decode step of a small model, and between two calls other threads may hold the interpreter. The halves of a
-layer, attention and MLP, can be called alone, without their residuals: their results are added up over the
-ranks of a tensor-parallel group, each with its own heads and columns.
+layers of a pass are one call: thirty layers of nine calls each would cost Python 1.4 ms a step, a fifth of a
+decode step of a small model, and might wait between two calls for threads that hold the interpreter. The
+halves of a layer, attention and MLP, can be called alone, without their residuals: a tensor-parallel group,
+in which each rank has its own heads and columns, adds up the ranks' results.
 
 Owns: a layer's weights, packed, and the checks. Does not know: which layer it is.
 """
@@ -251,7 +251,7 @@ def run_layers(
 
     With `moved` a helper has the last heads, and the pass has been described to the helper; pages and
     attention have the other heads. With `owner` the layers are computed for another process, which is told of
-    each layer. Otherwise as `Layer.__call__`. Raises HelperLost.
+    each layer. In all else this does what `Layer.__call__` does. Raises HelperLost.
     """
     first, pages, attention = layers[0]
     first._check_pass(hidden, pages, attention, slots, workspace, moved)

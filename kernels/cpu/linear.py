@@ -1,7 +1,7 @@
 """Products with packed weights on the CPU (linear.h): `x @ W.T`, plus a bias, plus a residual.
 
 Reference: `torch.nn.functional.linear`. Bytes moved: the weights once, x once for each panel of the weights
-(48 columns; 16 with AVX2), from the processor's cache while it fits there. Sums are in float32, rounded once.
+(48 columns; 16 with AVX2), from the processor's cache while x fits there. Sums are in float32, rounded once.
 
 An element of the result does not depend on the number of rows, bit for bit.
 
@@ -61,7 +61,7 @@ class PackedLinear:
     ) -> torch.Tensor:
         """Return `x @ W.T + bias + residual`: `[T, N]` for `x` [T, K] and `residual` [T, N], all contiguous.
 
-        `out_dtype` is that of the weights (default), or float32. Raises ValueError for other shapes or
+        `out_dtype` is the weights' dtype (default) or float32. Raises ValueError for other shapes or
         dtypes.
         """
         num_rows = x.shape[0]

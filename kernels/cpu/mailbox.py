@@ -1,6 +1,6 @@
 """A mailbox for an owner of sequences and its helper (mailbox.h): counters, wakes, and data behind them.
 
-Both processes map it, or each has one for itself and a stream connects them.
+Either both processes map one mailbox, or each has a mailbox of its own and a stream connects the two.
 
 Owns: the counters at its beginning, this process's end of the stream. Does not know: what lies behind the
 counters, how memory is shared.
@@ -25,8 +25,8 @@ class HelperLost(RuntimeError):
 
 
 class Wire(NamedTuple):
-    """A connected stream socket between two mailboxes. The other side may take nothing for `timeout_s`, or
-    for ever: None."""
+    """A connected stream socket between two mailboxes. `timeout_s` limits for how long the other side may
+    take no bytes; None: without limit."""
 
     sock: socket.socket
     timeout_s: float | None
@@ -55,7 +55,7 @@ class Mailbox:
             )
 
     def _show(self, offset: int, num_bytes: int) -> None:
-        """Show bytes that this side has written to the other side, if that maps other memory."""
+        """Copy bytes that this side has written to the other side, if the two share no memory."""
         self._code.show_bytes(self._address, *self._span(offset, num_bytes))
 
     def _begin_pass(self, offset: int, num_bytes: int) -> None:
@@ -79,9 +79,9 @@ class Mailbox:
         self._code.close_mailbox(self._address)
 
     def lost(self) -> HelperLost:
-        """End the exchange, as the helper has not answered: a later pass may need the KVCache of this one.
+        """End the exchange, as the helper has not answered, and return the error to raise.
 
-        Returns the error to raise.
+        No pass may follow, as it may need KVCache that the unanswered pass has not written.
         """
         self.close()
         return HelperLost("the helper that has some of the heads or layers does not answer")

@@ -39,16 +39,16 @@ def populate(memory: torch.Tensor) -> None:
     """Allocate the pages under `memory`, whole huge pages, now rather than at their first use.
 
     The content stays. A kernel older than 5.14 allocates them at first use all the same. Blocking: 0.1 s a
-    GiB on bare metal, 2 s where a hypervisor allocates late, too.
+    GiB on bare metal, 2 s where the hypervisor, too, allocates memory at its first use.
     """
     _libc.madvise(memory.data_ptr(), memory.numel() * memory.element_size(), _MADV_POPULATE_WRITE)
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """Return to the system the whole pages under `memory`, which is contiguous, and which no other process
-    shares.
+    """Return to the system the whole pages under `memory`.
 
-    Their content is zeros from then on, and they take memory again when they are written.
+    `memory` is contiguous, and no other process shares it. The pages are zeros from then on, and take memory
+    again when they are written.
     """
     _give_back(*_span(memory))
 
@@ -71,7 +71,7 @@ def give_back_all(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _span(memory: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of contiguous `memory`, and the one behind it."""
+    """Return the first address of contiguous `memory`, and the first address behind it."""
     return memory.data_ptr(), memory.data_ptr() + memory.nbytes
 
 
@@ -86,7 +86,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 class HugeMemory:
-    """An allocator of tensors in huge pages, one after the other. A chunk lives as long as its tensors."""
+    """An allocator that cuts tensors, one after the other, out of chunks of huge pages.
+
+    A chunk is freed when the last of its tensors is.
+    """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)

@@ -2,8 +2,9 @@
 
 Two processes share memory: a mailbox, in which the owner of the sequences describes each pass and asks for
 each layer, and the pages of the moved heads, which the helper's attention reads and writes. The moved heads
-are the last ones. Bytes exchanged by a token and layer: queries, keys and values there, results back. The
-result has the bits of attention over all heads in one process, as heads do not depend on each other.
+are the last ones. Bytes exchanged by a token and layer: queries, keys and values to the helper, results back.
+The result is, bit for bit, that of attention over all heads in one process, as heads do not depend on each
+other.
 
 Owns: the layout of a mailbox, both ends of the exchange. Does not know: processes, how memory is shared.
 """
@@ -77,7 +78,7 @@ class MailboxShape:
 
 
 class _HeadsMailbox(Mailbox):
-    """One end of a mailbox for heads, of this shape."""
+    """One end of a mailbox for heads; `shape` has its sizes."""
 
     def __init__(
         self, library: Library, memory: torch.Tensor, shape: MailboxShape, wire: Wire | None
@@ -123,7 +124,7 @@ class HeadsOwner(_HeadsMailbox):
     ) -> None:
         """Describe the next pass over these layers to the helper.
 
-        Raises ValueError for a pass that is too long, and HelperLost after the loss of an earlier one.
+        Raises ValueError for a pass that is too long, and HelperLost if an earlier pass has lost the helper.
         """
         if self.is_closed:
             raise self.lost()
@@ -175,7 +176,9 @@ class HeadsHelper(_HeadsMailbox):
         return read_pass(self._ints, self._num_passes, self._kv_layers[0].shape[3])
 
     def host(self, described: HostedPass) -> None:
-        """Answer each layer of a pass. Blocks until it is complete, given up for another one, or closed.
+        """Answer each layer of a pass. Blocks until the pass is complete, or the owner has ended it.
+
+        The owner ends a pass by beginning another one, or by closing the mailbox.
 
         Raises ValueError for a pass that does not fit the hosted pages.
         """

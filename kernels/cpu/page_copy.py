@@ -41,19 +41,19 @@ def take_memory(library: Library, tensors: Sequence[torch.Tensor], num_pages: in
 class PageCopies:
     """Copies of pages from each first tensor of `parts` to the second one.
 
-    Both tensors of a part have the dtype and shape `[num_pages, ...]`, though not the same number of pages,
-    and the elements of a page lie in one piece; pages may lie apart.
+    Both tensors of a part have one dtype and the shape `[num_pages, ...]`, in which only the numbers of pages
+    may differ. The elements of a page lie in one piece; pages may lie apart.
     """
 
     def __init__(self, library: Library, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Prepare. Raises ValueError for tensors of other shapes."""
+        """Describe `parts` to the compiled code. Raises ValueError for tensors of other shapes or dtypes."""
         self._parts = list(parts)
-        """The tensors, which live as long as their addresses are in use here."""
+        """The tensors, kept so that their addresses stay valid."""
         self._described = (_PagePart * len(self._parts))(*(_described(*part) for part in self._parts))
         self._nums_pages = [
             min((len(tensor) for tensor in side), default=0) for side in zip(*self._parts, strict=True)
         ]
-        """Pages that all first tensors have, and all second ones."""
+        """The number of pages that every first tensor has, and the number that every second tensor has."""
         self._copy = library.code.copy_pages
         self._copy.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64)
         self.page_bytes = sum(part.num_bytes for part in self._described)
@@ -62,10 +62,10 @@ class PageCopies:
     def copy(
         self, sources: Sequence[int], targets: Sequence[int] | None = None, parts: range | None = None
     ) -> None:
-        """Copy the pages `sources` to `targets`, as many; None: under the same numbers.
+        """Copy the pages `sources` to as many pages `targets`; None: to the pages of the same numbers.
 
-        `parts` are those to copy, consecutive ones; None: all. Blocking, without the interpreter's lock.
-        Raises IndexError for other numbers.
+        `parts` are the indices of the parts to copy; None: all parts. Blocking, without the interpreter's
+        lock. Raises IndexError for pages or parts that do not exist, or if the lengths differ.
         """
         parts = range(len(self._parts)) if parts is None else parts
         if not (sources and parts):

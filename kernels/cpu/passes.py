@@ -15,7 +15,8 @@ _NUM_HEADER_INTS = 4
 
 @dataclass(frozen=True, slots=True)
 class HostedPass:
-    """A pass as its owner describes it: layers, and the new tokens, tokens and pages of each sequence."""
+    """A pass as its owner describes it: its layers, and of each sequence the number of new tokens, the number
+    of all tokens, and the page table."""
 
     number: int
     layers: range
@@ -56,7 +57,7 @@ def write_pass(
 
 
 def read_pass(ints: np.ndarray, number: int, page_size: int) -> HostedPass:
-    """Return the description that `write_pass` has written, as a copy. `number` is the pass's."""
+    """Return the description that `write_pass` has written, as a copy. `number` is the pass's number."""
     num_sequences, _, first, end = ints[:_NUM_HEADER_INTS].tolist()
     lists = ints[_NUM_HEADER_INTS:].copy()
     query_lens = lists[:num_sequences].tolist()

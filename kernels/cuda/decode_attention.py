@@ -26,14 +26,14 @@ from kernels.cuda.spans import Spans
 LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_SPLITS = 64
 _MAX_PROGRAMS_PER_SM = 16
-"""Programs in the grid for each processor at most, counting those without a part."""
+"""The most programs in the grid for each processor, programs without a part included."""
 _PROGRAMS_PER_SM = 4
 """Programs of one processor that keep the memory busy; a processor can run all of them at once."""
 _MOST_IMBALANCE = 1.5
-"""The length of the longest part at most, as a multiple of an even division among `_PROGRAMS_PER_SM` programs
-a processor."""
+"""The largest ratio of the longest part to the parts of an even division among `_PROGRAMS_PER_SM` programs a
+processor."""
 _PART_MULTIPLE = 64
-"""The divisor of a part's length: a multiple of the keys of every tile."""
+"""The divisor of every part's length. It is itself a multiple of every tile's number of keys."""
 
 
 class DecodeTile(NamedTuple):
@@ -69,7 +69,7 @@ def pick_part_keys(num_keys: np.ndarray, num_kv_heads: int, num_sms: int) -> int
 
 
 def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, item_bytes: int) -> int:
-    """Return the bytes moved: K, V and queries are read once, results written once; parts are left out."""
+    """Return the bytes moved, without partial results: K, V, queries are read once, results written once."""
     return (2 * sum(kv_lens) * num_kv_heads + 2 * len(kv_lens) * num_heads) * head_dim * item_bytes
 
 
@@ -209,12 +209,12 @@ def decode_attention(
 ) -> None:
     """Write attention into the rows of `out` that `spans` (of at most one token each) name; other rows stay.
 
-    `query`, `out`: `[T, num_heads, head_dim]` in the pages' dtype; tokens of `query` may lie apart, its heads
-    may not. Query head h uses KV head `h // (num_heads // num_kv_heads)`. `kv_layer`: contiguous
-    `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or float16, the new tokens in it.
-    The query at position p sees the keys at `(p - sliding_window, p]`. `scale` multiplies the scores. `lse`,
-    float32 `[T, num_heads]`, takes the natural logarithm of each softmax's denominator. `num_splits`: see
-    `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`). Raises ValueError for
+    `query`, `out`: `[T, num_heads, head_dim]` in the pages' dtype; tokens of `query` may lie apart, the
+    heads of a token may not. Query head h uses KV head `h // (num_heads // num_kv_heads)`. `kv_layer`:
+    contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or float16, with the
+    new tokens. The query at position p sees the keys at `(p - sliding_window, p]`. `scale` multiplies the
+    scores. `lse`, float32 `[T, num_heads]`, takes the natural logarithm of each softmax's denominator.
+    `num_splits`: see `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`). Raises ValueError for
     other tensors; page numbers are checked by `plan_spans` only.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)

@@ -2,12 +2,13 @@
 
 A program attends with 128 (token, head of the group) pairs to all keys that they see. One warp copies blocks
 of keys and values to a ring in shared memory (TMA); two warpgroups have 64 pairs each. A warpgroup starts the
-products for the scores of a block and for the values of the block before it, and computes the softmax of the
-scores beside the second product, as FlashAttention-3 does (Shah et al., 2024, section 3.2).
+product for the scores of a block and the product with the values of the block before, and computes the
+softmax of the scores during the latter, as FlashAttention-3 does (Shah et al., 2024, section 3.2).
 
 Reference: `kernels.cuda.spans.attention_reference`. FLOP and bytes moved: `kernels.cuda.prefill_attention`.
 
-Owns: the kernel, its launch, for which tensors it is. Does not know: the other kernel, layers, requests.
+Owns: the kernel, its launch, the check which tensors it supports. Does not know: the kernel for other GPUs,
+layers, requests.
 """
 
 from functools import cache
@@ -29,7 +30,7 @@ from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW
 from kernels.cuda.spans import Spans
 
 BLOCK_ROWS = 128
-"""(token, head) pairs of a program, as in `default_tile`: spans have at most `BLOCK_ROWS // group` tokens."""
+"""The number of (token, head) pairs of a program. A span has at most `BLOCK_ROWS // group` tokens."""
 BLOCK_KEYS = 64
 HEAD_DIMS = (64, 128)
 NUM_STAGES = 3

@@ -69,7 +69,7 @@ def _rotate_and_write(
 ):  # fmt: skip
     """Process some heads of one token.
 
-    Pairs are (i, i + HEAD_DIM / 2), so a head is two vectors of half its size.
+    The rotated pairs are elements (i, i + HEAD_DIM / 2), so a head is two vectors of half its size.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_ROWS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS

@@ -54,8 +54,10 @@ def check_rows(
 def _is_alike(
     tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> bool:
-    """Return whether shape, dtype and device are as expected. These checks are cheap, as a pass of a prompt
-    makes hundreds."""
+    """Return whether shape, dtype and device are as expected.
+
+    The check must be cheap, as one prefill pass makes it hundreds of times.
+    """
     return tensor.shape == tuple(shape) and tensor.dtype in dtypes and tensor.device == like.device
 
 
@@ -101,8 +103,11 @@ def launch(
 
 
 def _kind(argument: Any) -> object:
-    """Return the properties by which Triton specialises a kernel: dtype and alignment; whether a number is 1,
-    divisible by 16, longer than 32 bits."""
+    """Return the properties of an argument by which Triton specialises a kernel.
+
+    These are dtype and alignment of a tensor; of a number, whether it is 1, divisible by 16, longer than 32
+    bits.
+    """
     match argument:
         case bool():  # else the same as 1, which Triton compiles another kernel for
             pass

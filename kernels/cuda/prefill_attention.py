@@ -8,7 +8,7 @@ Hopper's SMs only; `prefill_attention` chooses.
 Reference: `kernels.cuda.spans.attention_reference`. FLOP: `flops`. Bytes moved: the keys and values that a
 tile sees, once for each tile; queries read and results written once.
 
-Owns: the kernel, its launch, the tile, the choice between both kernels. Does not know: layers, requests.
+Owns: the kernel, its launch, the tile, the choice between the two kernels. Does not know: layers, requests.
 """
 
 import logging
@@ -67,8 +67,8 @@ def hopper_kernel(device: torch.device) -> ModuleType | None:
 
 
 def flops(query_lens: list[int], kv_lens: list[int], num_heads: int, head_dim: int) -> int:
-    """Return the FLOP of both products over visible keys, without a window: 4 for each key element and query
-    head."""
+    """Return the FLOP of the products for scores and with values, without a window: 4 for each element of a
+    visible key and each query head."""
     num_scores = sum(n * kv_len - n * (n - 1) // 2 for n, kv_len in zip(query_lens, kv_lens, strict=True))
     return 4 * num_scores * num_heads * head_dim
 

@@ -1,7 +1,7 @@
 """Root-mean-square norm of rows, with the addition of the previous block's output.
 
 Bytes moved: without the addition, 2 numbers an element; with it, 4 (`x` and the residual read, the sum and
-the norm written), where an addition and a norm of their own move 5. The weight comes from the cache.
+the norm written), where separate kernels for addition and norm move 5. The weight comes from the cache.
 
 Owns: the reference, the kernel, its launch. Does not know: layers.
 """
@@ -30,7 +30,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def _rms_norm(
     x, residual, weight, out, eps, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """Compute the norm of one row. A sum with the residual is rounded first, as it is kept."""
+    """Compute the norm of one row: with a residual, that of the rounded sum, which is written too."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < NUM_COLUMNS

@@ -19,9 +19,9 @@ from kernels.cuda.launch import check_tensor, launch
 from kernels.cuda.rms_norm import rms_norm, rms_norm_reference
 
 MAX_ROWS = 16
-"""Rows of a product at most: those of one matrix instruction. cuBLAS is as fast with more."""
+"""The most rows of a product: as many as one matrix instruction has. With more rows cuBLAS is as fast."""
 MAX_GATED_ROWS = 64
-"""Rows of a gated product at most; the fusion saves a pass over the gates."""
+"""The most rows of a gated product, for which the fusion saves a pass over the gates."""
 DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 160 << 10
 """Bytes of shared memory that a GPU must have for a program: tiles take 144 KiB of an A100's 163, and 192 of
@@ -49,7 +49,8 @@ class LinearTile(NamedTuple):
 def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> LinearTile:
     """Return the fastest tile on a Hopper GPU.
 
-    `is_plain`: the product has neither a norm before nor a gate behind, which take registers for one row.
+    `is_plain`: the product has neither a norm before it nor a gate behind it. With a single row these take
+    registers.
     """
     if num_rows == 1:
         return LinearTile(2, 2048, 4 if is_plain else 8, 1)
@@ -58,7 +59,7 @@ def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> L
 
 
 def has_room(device: torch.device) -> bool:
-    """Return whether programs fit into the device's shared memory. Triton refuses to launch larger ones."""
+    """Return whether programs fit into the device's shared memory. Triton refuses to launch others."""
     if device.type != "cuda":
         return True  # interpreted
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
@@ -190,8 +191,8 @@ def skinny_linear(
 
     `weight` is contiguous `[m, n]`, `bias` `[m]`. `norm` is applied to the rows before the product. With
     `is_gated` the result is `silu(gates) * values` `[T, m / 2]`: gates are the first half of the product,
-    values the second. `residual`, of the result's shape, is added. bfloat16 or float16; sums are float32,
-    rounded once. Raises ValueError for other tensors.
+    values the second. `residual`, of the result's shape, is added. All tensors are bfloat16 or float16;
+    sums are float32, rounded once. Raises ValueError for other tensors.
     """
     num_rows, num_terms = x.shape
     most_rows = MAX_GATED_ROWS if is_gated else MAX_ROWS

@@ -57,8 +57,8 @@ def plan_spans(
 
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
     t lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of
-    `tile_tokens`, those with the most keys first, so that the longest do not begin last. The keys of a part
-    are left at 0. Raises ValueError if the arguments do not fit together.
+    at most `tile_tokens` tokens, sorted so that spans with many keys, which take longest, begin first. The
+    field with the keys of a part is left at 0. Raises ValueError if the arguments do not fit together.
     """
     if not len(query_lens) == len(kv_lens) == len(page_tables):
         raise ValueError(

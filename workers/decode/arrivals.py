@@ -64,7 +64,7 @@ class Arrivals:
     async def serve(self, order: Reserve) -> None:
         """Serve a request from the reservation of its pages to its end.
 
-        Raises TooSlowError if the instance refuses the request, and any error that makes it fail.
+        Raises TooSlowError if the instance refuses the request, and any error that makes the request fail.
         """
         ref, request = order.ref, order.request
         grammar = await self._executor.follow(request.sampling.grammar)
@@ -103,7 +103,8 @@ class Arrivals:
         """Receive the prompt's KVCache and its first token from the prefill instance.
 
         The TBT is checked before the first token leaves (section 3), with the batch of that moment, which the
-        Conductor could only predict. With both SLOs the first token is held while the KVCache comes.
+        Conductor could only predict. With a TTFT and a TBT SLO, the first token is held while the KVCache
+        comes.
         """
         sequence.ordered_s = self._now_s()
         due_s = None if decode.time_left_s is None else sequence.ordered_s + decode.time_left_s

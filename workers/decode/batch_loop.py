@@ -1,6 +1,6 @@
 """The loop of a decode batch: receive tokens, plan the next iteration, send the tokens while it runs.
 
-Owns: that loop. Does not know: how a sequence gets into the batch, what happens after it has left.
+Owns: the loop. Does not know: how a sequence gets into the batch, what happens after it has left.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ class BatchLoop:
     or tokens may be sent.
 
     `recheck` is called in each turn, so that requests that wait for a smaller batch, or for pages, are
-    checked again. `on_ended` is called with each iteration that has ended; it holds the loop if the iteration
-    has no results, as a helper has not answered.
+    checked again. `on_ended` is called with each iteration that has ended. If a helper has not answered, so
+    that the iteration has no results, `on_ended` holds the loop.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BatchLoop:
         self._changed.set()
 
     async def quiet(self) -> None:
-        """Wait until no iteration runs, after `hold`."""
+        """Wait until no iteration runs. To be called after `hold`."""
         await self._is_quiet.wait()
 
     def resume(self) -> None:

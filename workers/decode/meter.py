@@ -80,7 +80,7 @@ class DecodeMeter:
         self._has_paused = True
 
     def idle(self) -> None:
-        """Record that no sequence is decoded, as an idle device is no bubble."""
+        """Record that no sequence is being decoded. The time of an idle device counts as no bubble."""
         self._last_ended_s = None
 
     @property

@@ -68,8 +68,8 @@ class DecodeRunner:
     After `Decode` the runner emits tokens, then sends `Finished`.
 
     A prompt that is inlined (`Reserve.inline`) needs no `Decode`; `Prefilled` reports its first token. A
-    request that moves here needs neither: behind `Prepare` and `TakeOver` it is like any other. `Jobs.cancel`
-    stops a request in every step, and releases everything.
+    request that migrates here comes with `Prepare` and `TakeOver` instead of `Reserve` and `Decode`.
+    `Jobs.cancel` stops a request in every step, and releases everything.
 
     `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
     they end with `run`. `tracer` gets spans of requests. `beat` sends a heartbeat. `has_prompts` returns
@@ -189,7 +189,8 @@ class DecodeRunner:
     def why_no_prompts(self) -> str:
         """The reason why no `Prefill` order can be carried out; empty if one can.
 
-        A move switches layers and heads between two iterations, and would do so in the midst of its pass.
+        A move of modules switches layers and heads between two iterations, which may be in the midst of a
+        prompt's pass.
         """
         helper = self.modules.helper
         return f"heads or layers of it are at {helper}, or move" if helper else ""
@@ -246,7 +247,7 @@ class DecodeRunner:
         """Carry out an order to the source or the destination of a migration.
 
         An order for an unknown request is dropped, as the request has just ended, failed or been aborted.
-        Only `Prepare` begins one.
+        Only `Prepare` begins a migration here.
         """
         match order:
             case PreCopy():

@@ -1,7 +1,7 @@
 """The life of a sequence in the batch: joining, preemption, end or move to another instance.
 
-The sequence's own task does all of this. As one task owns the pages, they are not freed while they are
-copied.
+The sequence's own task does all of this. As this task alone frees the sequence's pages, none is freed while
+it is copied.
 
 Owns: the sequences of an instance, the order of events from the batch to the end. Does not know: how a
 sequence's KVCache comes here, iterations.
@@ -200,7 +200,7 @@ class SequenceRuns:
         self._changed.set()
 
     async def _seal(self, sequence: Sequence) -> None:
-        """Seal the sequence's blocks, so that later prompts can reuse them, if the pool has room."""
+        """If the pool has room, seal the sequence's blocks, so that later prompts can reuse them."""
         if sequence.pages:
             try:
                 await self._blocks.store(sequence, is_parked=False)

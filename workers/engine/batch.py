@@ -89,8 +89,8 @@ class Batch:
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
         """Return the batch of `chunks`, of prefill and decode in any mix, for the pages of `kv`.
 
-        Raises ValueError without chunks, and for an empty chunk, pages that do not reach its end or are not
-        in the cache, a position or a token that the model does not have.
+        Raises ValueError if there is no chunk, or a chunk is empty; if the pages of a chunk do not reach its
+        end, or are not in the cache; if the model lacks one of the positions or tokens.
         """
         if not chunks:
             raise ValueError("a batch needs at least one chunk")
@@ -106,7 +106,7 @@ class Batch:
     def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
         """Fill in the last tokens of `chunks` (indices), which were unknown when the batch was built.
 
-        To be called before anything is computed, as layers and captured graphs then take the tokens from the
+        To be called before anything is computed, as the computation begins by copying the tokens from the
         host.
         """
         assert "_uploaded" not in self.__dict__, "the batch is on its device already"

@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, whose time a step of some milliseconds cannot
-hide.
+"""Decode steps as CUDA graphs: one launch instead of hundreds, which take too long to hide behind a step
+of some milliseconds.
 
 There is a graph for each bucket of batch sizes, captured with the first such batch, which the warm-up
 computes. A graph reads its inputs from its own memory; the logits of all graphs are in one memory. A batch is

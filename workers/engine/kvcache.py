@@ -37,7 +37,7 @@ class RemotePages(Protocol):
 
     @property
     def pages_at_a_time(self) -> int:
-        """The number of pages of all layers in one message at most."""
+        """The most pages, each with all its layers, that one message carries."""
 
     def new_blocks(self, num_layers: int, num_pages: int) -> torch.Tensor:
         """Return new memory for blocks, `[num_layers, num_pages, num_heads, 2, page_size, head_dim]`."""
@@ -92,11 +92,12 @@ class DeviceKVCache:
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
     (`mooncake.messages.blocks.KVLayout`). While a helper has the last heads (`moved`), a page here has the
     others, and there are more pages in the same memory (`workers.decode.migration.kvcache_move`). The same
-    holds while a helper has layers (`hosted`): their pages are tensors like the others, in memory that the
-    helper counts.
+    holds while a helper has layers (`hosted`): their pages are tensors like the others, in memory of the
+    helper.
 
-    With a `window` there is memory for only so many layers, which take turns: layer l has the memory of layer
-    `l - window`. The pages of that layer must have been stored, or given up, before those of l are written.
+    With a `window` there is memory for only `window` layers, which take turns: layer l has the memory of
+    layer `l - window`. The pages of that layer must have been stored, or given up, before the pages of l are
+    written.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class DeviceKVCache:
         self.num_usable_pages = num_pages
         """Pages that are free, or are used here: neither lent nor closed."""
         self._lent: set[int] = set()
-        """Pages that are lent. Whoever gives memory back, or takes it early, holds `_memory_lock`."""
+        """Pages that are lent. `_memory_lock` is held while memory is freed, or allocated before its use."""
         self._memory_lock = threading.Lock()
         self.dtype, self.device = dtype, torch.device(device)
         self.moved: MovedHeads | None = None
@@ -137,7 +138,7 @@ class DeviceKVCache:
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = [True] * num_pages
         self._num_open = num_pages
-        """Pages from this one on are not given out."""
+        """The first page that is not given out; neither is any page behind it."""
         self._keeps_freed = False
         """Whether pages that are freed are not given out again."""
         self._arrangement = 0
@@ -176,9 +177,9 @@ class DeviceKVCache:
         """Have the operating system allocate the memory of all pages on a CPU that are not lent, in order.
         Blocking.
 
-        Otherwise the first pass that uses a huge page waits for it in each layer. The allocation runs at a
-        quarter of the possible speed, a huge page at a time, as others compute meanwhile. It ends when the
-        pages get other memory.
+        Otherwise the first pass that uses a huge page waits for its allocation in each layer. Memory is taken
+        at a quarter of the possible speed, a huge page at a time, as other threads compute meanwhile, and no
+        more once the pages get other memory.
         """
         if self.device.type != "cpu":
             return
@@ -212,8 +213,10 @@ class DeviceKVCache:
         return self.moved or self.hosted
 
     def has_whole(self, layer: int) -> bool:
-        """Return whether this process's memory has whole pages of `layer`: neither heads nor the layer are
-        elsewhere, but for memory of a helper that is mapped here."""
+        """Return whether this process has mapped memory with whole pages of `layer`.
+
+        It has not if heads are moved, or if the layer is with a helper on another host.
+        """
         return self.moved is None and not self.layer(layer).is_meta
 
     def layer(self, layer: int) -> torch.Tensor:
@@ -223,7 +226,7 @@ class DeviceKVCache:
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Return copies of `pages` (int64 `[n]`) of one layer: `[n, len(kv_heads), 2, page_size,
-        head_dim]`. Raises TransferError without the helper on another host that has them."""
+        head_dim]`. Raises TransferError if a helper on another host that has them is lost."""
         if self.hosted is not None and self.hosted.remote is not None and layer in self.hosted.layers:
             return self.hosted.remote.read_layer(layer - self.hosted.layers.start, pages)
         kept = gather_pages(self.layer(layer), pages)
@@ -259,8 +262,8 @@ class DeviceKVCache:
         """Switch the pages to the memory `layers`, under the same numbers; a helper has `helped` (None:
         nothing). Returns the memory of the arrangement before.
 
-        Used pages have been copied there, and nothing computes with them now. Pages that `layers` do not have
-        are free.
+        Used pages have been copied to `layers`, and nothing computes with them now. Pages that `layers` do
+        not have are free.
         """
         num_pages = len(layers[0])
         assert all(self._is_free[num_pages:])

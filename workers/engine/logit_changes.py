@@ -1,8 +1,8 @@
 """Changes of logits that requests ask for, before a token is drawn.
 
-These are penalties of tokens that have occurred (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's two),
-biases, and tokens that must not come now, or that a grammar does not allow. The order is vLLM's: forbidden
-tokens, biases, penalties.
+The changes are penalties for tokens that have occurred (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's
+two), biases, and forbidden tokens: those that must not come now, and those that a grammar does not allow. The
+order is vLLM's: forbidden tokens, biases, penalties.
 
 Owns: these changes, for the rows that want some. Does not know: the draw, requests.
 """

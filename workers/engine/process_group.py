@@ -1,6 +1,6 @@
 """A tensor-parallel group over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-A process is in one group at a time. When a rank of it is lost, the others can join another group.
+A process is in one group at a time. When a rank of the group is lost, the other ranks can join a new group.
 
 Owns: the process group, its deadline, the order of sums. Does not know: models, how ranks are started and
 replaced.
@@ -71,7 +71,8 @@ def _all_reduce_in_order(tensor: torch.Tensor) -> None:
     """Sum all parts on every rank in place, in float32 and in the order of the ranks.
 
     gloo's own sum starts at another rank for each piece of the tensor, so the bits of a token's sum would
-    depend on the size of its batch. With two ranks this sum sends as many bytes, and waits half as often.
+    depend on the size of its batch. With two ranks this sum sends as many bytes as gloo's, and waits half
+    as often.
     """
     parts = _all_gather(tensor)
     total = parts[0].float()

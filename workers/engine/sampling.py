@@ -161,11 +161,11 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logpro
 
 
 def _rank(logits: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `num_ranks` largest logits of each row, descending, and their token ids; equal ones by id.
+    """Return the `num_ranks` largest logits of each row, descending, and their token ids; equal logits by id.
 
-    The sort is over integers that hold both: the float's bits, made monotonic, above the complement of the
-    id. No two are equal, so any sort is stable, and on the CPU numpy's vectorised one is 15 times as fast as
-    torch's.
+    The sort is over integers that hold logit and id: the logit's bits, made monotonic, above the complement
+    of the id. No two integers are equal, so any sort is stable, and on the CPU numpy's vectorised one is 15
+    times as fast as torch's.
     """
     if num_ranks == 0:
         return logits[:, :0], logits[:, :0].long()

@@ -84,6 +84,5 @@ class ModelSpec:
         return f"they have no {needed}" if self.is_opt else ""
 
     def layer_sliding_window(self, layer: int) -> int | None:
-        """Return the number of tokens that a query of `layer` sees, itself included; None if it sees all
-        before it."""
+        """Return the number of tokens that a query of `layer` sees, its own included; None if all."""
         return self.sliding_window if layer >= self.num_full_attention_layers else None

@@ -63,9 +63,9 @@ class RankPart:
 
 
 def kv_heads_of(spec: ModelSpec, rank: int, size: int) -> range:
-    """Return the KV heads of `rank`. The first ranks hold one more where `size` does not divide their number.
+    """Return the KV heads of `rank`. If `size` does not divide their number, the first ranks hold one more.
 
-    Raises UnsupportedModel if there is not one for every rank.
+    Raises UnsupportedModel if there are fewer KV heads than ranks.
     """
     _check(rank, size)
     if size > spec.num_kv_heads:

@@ -1,1 +1,1 @@
-"""The batch of running sequences: who is in it, with which share, and its iterations."""
+"""The batch of running sequences: the sequences in it, the shares of tenants, its iterations."""

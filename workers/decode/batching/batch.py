@@ -41,7 +41,8 @@ class DecodeBatch:
     The calls for a sequence are `enter`, `join` once it is loaded, `leave`, and `free` in the end. A sequence
     that migrates here does not `enter`: `prepare` gives it a batch slot and pages beforehand.
 
-    Invariant: a page is free, or one sequence has it that is LOADING, PREPARED, RUNNING or LEAVING.
+    Invariant: a page belongs to at most one sequence, and this sequence is LOADING, PREPARED, RUNNING or
+    LEAVING.
     """
 
     def __init__(self, kv: DeviceKVCache, max_batch: int) -> None:
@@ -70,7 +71,8 @@ class DecodeBatch:
     def enter(self, sequence: Sequence) -> None:
         """Queue a sequence for admission.
 
-        The KVCache of the sequence is not on the device. It is complete, or iterations here will complete it.
+        The KVCache of the sequence is not on the device. Either it is complete in the pool or in host memory,
+        or iterations here will compute the rest.
         """
         assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
         sequence.state = SequenceState.WAITING

@@ -2,12 +2,12 @@
 
 Tenants have equal shares, and so have the answers within a tenant, however many choices each has. A share is
 the fraction of the slots or of the pages, whichever is larger (dominant resource fairness, Ghodsi et al.,
-NSDI 2011). A waiting sequence preempts one of another tenant only if that tenant then still has no less than
-the waiting sequence's tenant: a step towards max-min fairness, as at the Conductor
+NSDI 2011). A waiting sequence preempts a sequence of another tenant only if the other tenant then still has
+no less than its own: a step towards max-min fairness, as at the Conductor
 (`conductor.requests.preemption`). So any tenant may use an idle slot, and sequences are not swapped back and
 forth.
 
-Owns: that rule. Does not know: when a sequence is admitted, pages, time.
+Owns: the rule of preemption. Does not know: when a sequence is admitted, pages, time.
 """
 
 from collections import Counter

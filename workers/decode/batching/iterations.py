@@ -1,7 +1,7 @@
-"""Iterations of decoding, one behind the other: the next one is planned while one runs.
+"""Iterations of decoding, one behind the other: while one runs, the next is planned.
 
-The device thread begins an iteration with the tokens of the previous one as soon as that has ended, before
-the event loop sees these tokens. Until then the planned iteration can be taken back and planned anew, with
+As soon as an iteration has ended, the device thread begins the next one with its tokens, before the event
+loop sees these tokens. Until then the planned iteration can be taken back and planned anew, with
 sequences that were loaded meanwhile.
 
 Where a helper has some of the layers, this instance and the helper form a pipeline: the batch is decoded in
@@ -40,8 +40,10 @@ _PLANNING_S = 0.003
 
 
 class PlannedChunk(NamedTuple):
-    """The next `num_tokens` tokens of a sequence in an iteration: tokens of its prompt, or the newest token
-    when it is decoded."""
+    """The next `num_tokens` tokens of a sequence in an iteration.
+
+    They are tokens of the prompt or, when the sequence is being decoded, its newest token.
+    """
 
     sequence: Sequence
     num_tokens: int
@@ -81,7 +83,7 @@ class Iteration:
         """Number of tokens of each sequence that have KVCache after the iteration."""
         decoded = [end for chunk, end in zip(planned, self.ends, strict=True) if not chunk.of_prompt]
         self.num_decoded, self.num_kv_tokens = len(decoded), sum(decoded)
-        """The number of sequences that are decoded, and of their tokens that have KVCache afterwards."""
+        """The number of decoded sequences, and the number of their tokens that have KVCache afterwards."""
         self.num_decoded_beside = 0 if beside is None else beside.num_decoded
         self.num_kv_tokens_beside = 0 if beside is None else beside.num_kv_tokens
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
@@ -91,7 +93,7 @@ class Iteration:
         self.is_lost = False
         """Whether the iteration has no results, as the helper that has some of the modules did not answer."""
         self._tokens: list[int] = []
-        """Drawn tokens by draw; empty until the iteration has ended."""
+        """The drawn tokens, one for each draw; empty until the iteration has ended."""
         self._logprobs: dict[int, TokenLogprobs] = {}
         self._executor, self._followers = executor, followers
         drawing = [
@@ -101,7 +103,7 @@ class Iteration:
         ]
         self._draw_of = {self.sequences[row]: draw for draw, row in enumerate(drawing)}
         self.before = before
-        """The iteration that draws input tokens of this one; None without one, and once `begin` has them."""
+        """The iteration that draws input tokens of this one; None without one, and after `begin`."""
         self._unknown = [row for row, sequence in enumerate(self.sequences) if sequence.draws_in_flight]
         """Rows whose input tokens `before` draws."""
         self._batch = executor.prepare([_next_chunk(*chunk[:2]) for chunk in planned])
@@ -123,7 +125,7 @@ class Iteration:
     def send_to_helper(self) -> bool:
         """Compute, after `begin`, the layers before those that a helper has.
 
-        Returns whether the helper has the pass now; if so, `run` computes the rest and is the next call.
+        Returns whether the helper has the pass now. If so, the next call is `run`, which computes the rest.
         """
         if self.is_lost:
             return False
@@ -187,8 +189,8 @@ class Iteration:
 class Iterations:
     """The iterations of a batch.
 
-    At most one is planned, and one is running or has unreceived results; `_MOST_AT_HELPER` more are with a
-    helper that has layers.
+    At most one is planned, and at most one runs or has results that were not received. Where a helper has
+    layers, up to `_MOST_AT_HELPER` more are with the helper.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class ReservedPages(NamedTuple):
     def num_tokens_by_source(self, num_tokens: int, page_size: int) -> Counter[str]:
         """Return a prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`).
 
-        Tokens without KVCache are computed here, and the last token in any case.
+        Tokens without KVCache count as computed here, and so does the last token in any case.
         """
         sources: Counter[str] = Counter()
         for index, tier in enumerate(self.cached_tiers):

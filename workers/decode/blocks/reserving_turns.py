@@ -5,13 +5,13 @@ the prompts of a tenant hold at most a share of the pool, and those of an answer
 headroom for other tenants, which need not wait until the batch has served all prompts before theirs. Of the
 waiting prompts, the one whose tenant, and then whose answer, holds least goes first; then the oldest.
 
-A waiting prompt counts with all of its pages: how many of them the pool has is known only once they are
-reserved, as until then they can be evicted.
+A waiting prompt counts with pages for all of its blocks: how many of the blocks the pool has is known only
+once they are reserved, as until then they can be evicted.
 
-Short prompts have turns of their own, and an eighth of the pool that long ones leave to them. So a short one
-does not wait for the long ones of many tenants.
+Short prompts have turns of their own, and an eighth of the pool that long prompts leave to them. So a short
+prompt does not wait for the long prompts of many tenants.
 
-Owns: that order. Does not know: how pages are reserved, what they hold.
+Owns: the order of reservations. Does not know: how pages are reserved, what they hold.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class ReservingTurns:
             self.recheck()
 
     def recheck(self) -> None:
-        """Give waiting prompts their turns, if no others have them.
+        """Give turns to waiting prompts: to the next short and the next long one, where the turn is free.
 
         To be called when pages have been released.
         """

@@ -1,4 +1,4 @@
-"""The destination of migrations: room and KVCache for a sequence while it is decoded elsewhere.
+"""The destination of migrations: room and KVCache for a sequence while its source decodes it.
 
 The full blocks come through the pools, in rounds: each round loads the blocks behind those that are on the
 device already. The tokens behind the last full block are computed here, in the first iteration.
@@ -39,7 +39,7 @@ class MigrationDestination:
 
     @property
     def prepared(self) -> set[Ref]:
-        """The sequences that have not been taken over."""
+        """The sequences that are prepared here and not taken over yet."""
         return self._orders.keys() - self._taken_over
 
     def follow_up(self, order: Prepare | TakeOver) -> bool:
@@ -53,8 +53,8 @@ class MigrationDestination:
     async def serve(self, first: Prepare) -> None:
         """Prepare a sequence, in as many rounds as are ordered, take it over, and decode it to its end.
 
-        Raises NoRoomError without a slot, or pages of the device or the pool; TransferError if blocks do not
-        come in time; PoolError if they are damaged.
+        Raises NoRoomError if a batch slot, device pages or pool pages are missing; TransferError if blocks do
+        not come in time; PoolError if blocks are damaged.
         """
         orders = self._orders[first.ref] = asyncio.Queue[Prepare | TakeOver]()
         orders.put_nowait(first)
@@ -87,7 +87,7 @@ class MigrationDestination:
         await self._send(Prepared(sequence.ref, sequence.num_cached_tokens))
 
     async def _load(self, sequence: Sequence, order: Prepare) -> None:
-        """Fetch and load the full blocks behind the loaded ones, as far as they are to be had.
+        """Fetch and load the full blocks behind the loaded ones, as far as they can be fetched.
 
         The newest token has no KVCache yet, so its block is not full.
         """

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from workers.decode.tbt_slo.tbt import TBTPredictor
 
 WINDOW_S = 10.0
-"""Seconds of iterations that are judged together; longer if they have fewer than `MIN_ITERATIONS`."""
+"""Seconds of a window, whose iterations are judged together; longer until it has `MIN_ITERATIONS`."""
 MIN_ITERATIONS = 32
 LATE_SHARE = 0.9
-"""The share of a window's iterations above the TBT SLO from which on the helper is too slow."""
+"""The share of a window's iterations that have to exceed the TBT SLO for the helper to be too slow."""
 MOST_TIMES_AS_LONG = 1.25
 """The ratio to the predicted time without a helper above which an iteration counts as slowed down."""
 _NUM_COMPARED = 256

@@ -59,7 +59,7 @@ class KVCacheMove:
         """Have the operating system allocate the memory of as many pages as are expected to be in use, from
         page 0 on. Blocking.
 
-        Otherwise the pause, and the first iterations behind it, would wait for that.
+        Otherwise the pause, and the first iterations behind it, would wait for the allocation.
         """
         take_memory(self._library, self._own, self.num_expected_pages)
 
@@ -83,7 +83,7 @@ class KVCacheMove:
     def _some_of(
         self, pages: Sequence[int], remote: RemotePages
     ) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-        """Yield as many pages as one message has, with the memory for their blocks."""
+        """Yield the pages in groups that fit into one message, each with the memory for its blocks."""
         assert self._staged is not None
         for begin in range(0, len(pages), remote.pages_at_a_time):
             some = pages[begin : begin + remote.pages_at_a_time]
@@ -92,7 +92,7 @@ class KVCacheMove:
     def complete(self) -> list[torch.Tensor]:
         """Switch the cache to the new arrangement, and end the move. Returns the memory of the old one.
 
-        Nothing computes now, and all used pages have been copied as they are.
+        To be called while nothing computes, when all used pages have been copied in their present state.
         """
         del self._copies, self._staging  # which have the old memory too
         return self._kv.rearrange(self._layers, self._helped)

@@ -43,7 +43,7 @@ class ModuleMoves:
     """The modules of the instance `name`. `run` carries out orders one after the other.
 
     `most_tokens` is the largest number of new tokens of an iteration. `most_pages` returns how many pages a
-    request here may need; `has_prompts` whether passes outside of the batch use pages, of which none may
+    request here may need; `has_prompts` whether passes outside of the batch use pages. No such pass may
     begin while `place` names a helper. `call_off` gives up a request that is to move here and is not decoded
     yet.
     """
@@ -70,7 +70,7 @@ class ModuleMoves:
         self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow] = asyncio.Queue()
         self._link: HelperLink | None = None
         self._is_lost = False
-        """Whether the helper is lost, and not all is here again."""
+        """Whether the helper is lost, and not all modules are back yet."""
         self._without_helper, self._pace = WithoutHelper(), HelperPace.unknown()
         self.meter = MovesMeter()
         self._rearranger = Rearranger(executor, batch, transfers, loop, call_off, self.meter)
@@ -120,7 +120,7 @@ class ModuleMoves:
         self._rearranger.recheck()
 
     async def run(self) -> None:
-        """Carry out orders until cancelled. Then the helper hosts nothing."""
+        """Carry out orders until cancelled. When this returns, no helper hosts modules of this instance."""
         try:
             while True:
                 match await self._orders.get():
@@ -217,7 +217,7 @@ class ModuleMoves:
         return math.floor(num_pages / (1 - share_of(request, model)))
 
     async def _take_back(self, why: str) -> None:
-        """Return all modules to this instance, as the helper is too slow."""
+        """Move all modules back to this instance, as the helper is too slow."""
         if not self._executor.kv.is_helped or self._is_lost:
             return
         reason = f"{self.place.helper} was slow, and {self.place.what} are here again: {why}"
@@ -231,7 +231,7 @@ class ModuleMoves:
         self._tell(is_moving=False, error=reason)
 
     async def _return(self, outcome: str) -> None:
-        """Return all modules to this instance while the helper still computes. Raises ModulesStayError."""
+        """Move all modules back to this instance while the helper still computes. Raises ModulesStayError."""
         kv = self._executor.kv
         if (num_pages := self._most_pages()) > kv.num_own_pages:
             raise ModulesStayError(
@@ -253,7 +253,7 @@ class ModuleMoves:
         await self._end_hosting(outcome)
 
     async def _come_back(self, reason: str) -> None:
-        """Return all modules to this instance, as the helper is lost. No iteration runs until then.
+        """Move all modules back to this instance, as the helper is lost. No iteration runs meanwhile.
 
         Raises SessionLostError if they cannot return.
         """

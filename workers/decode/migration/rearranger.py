@@ -32,13 +32,13 @@ _MIB = 1 << 20
 _FEW_PAGES = 32
 """Full pages that may remain to be copied in the pause between two iterations."""
 _MOST_ROUNDS = 4
-"""Rounds of copies beside iterations."""
+"""The most rounds of copies beside iterations."""
 _LOADING_TIMEOUT_S = 1.0
 """Seconds for which a move waits for pages that are being loaded, so that they need no copy in the pause."""
 _FREEING_TIMEOUT_S = 30.0
 """Seconds for which `free_in_time` waits."""
 _NICENESS = 5
-"""Niceness of the thread beside iterations, above the process's: it gets a quarter of a shared core."""
+"""Niceness that the copying thread has more than its process: it gets a quarter of a shared core."""
 
 
 class Rearranger:
@@ -59,7 +59,7 @@ class Rearranger:
         self._kv, self._model, self._batch = executor.kv, executor.model, batch
         self._transfers, self._loop, self._call_off, self._meter = transfers, loop, call_off, meter
         self._held_s: float | None = None
-        """The time since which no iteration begins, by the performance counter; None while they do."""
+        """The time since which no iteration begins, by the performance counter; None without a pause."""
         self._turn_taken = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "modules-move", _be_nice)
 
@@ -88,8 +88,8 @@ class Rearranger:
     async def free_beyond(self, num_pages: int) -> None:
         """Free the pages from `num_pages` on, and wait until nobody uses them.
 
-        Running sequences that have such pages are preempted; sequences that are to move here stay where they
-        are.
+        Running sequences that have such pages are preempted. Sequences that have such pages because they are
+        to migrate here are given up, and stay at their sources.
         """
         self._kv.close_from(num_pages)
         while self._kv.used_pages(num_pages):
@@ -163,7 +163,7 @@ class Rearranger:
         self._kv.take_memory_beside()
 
     async def beside(self, call: Callable[[], None]) -> None:
-        """Run a blocking call while iterations go on. It runs to its end even if the caller is cancelled."""
+        """Run a blocking call while iterations go on. The call ends before this does, even if cancelled."""
         await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call))
 
     def hold(self) -> None:

@@ -1,5 +1,5 @@
-"""The source of migrations: stores a sequence's blocks in this instance's pool while it is decoded, then lets
-it leave.
+"""The source of migrations: a sequence's blocks are stored in this instance's pool while the sequence is
+being decoded, then the sequence leaves.
 
 Orders come at any time. The sequence's own task copies its pages: the task waits in `copying_until` while the
 sequence is in the batch or waits to be admitted, and carries out orders there. Orders for a sequence whose
@@ -20,8 +20,10 @@ from workers.decode.sequence import PRE_COPY, CopyTimes, Sequence
 
 
 class MigrationSource:
-    """The migration orders to one instance. An order for an unknown sequence is dropped: it has just
-    ended."""
+    """The migration orders to one instance.
+
+    An order for an unknown sequence is dropped, as the sequence has just ended.
+    """
 
     def __init__(
         self,
@@ -45,8 +47,10 @@ class MigrationSource:
             sequence.check_copy()
 
     def hand_over(self, order: HandOver) -> None:
-        """Let a sequence leave the batch, or its wait queue. An iteration that is running is its last one
-        here."""
+        """Let a sequence leave the batch, or the wait queue.
+
+        An iteration that is running is the sequence's last one here.
+        """
         sequence = self._sequences.get(order.ref)
         if sequence is not None:
             sequence.is_wanted_elsewhere = True

@@ -1,13 +1,14 @@
 """Inlined prefill: decode iterations carry chunks of prompts (coupled chunked prefill).
 
 The Conductor orders which prompts a decode instance computes itself. Their chunks share iterations with the
-sequences that are decoded, and are as long as the strictest TBT SLO of these allows (Sarathi-Serve, OSDI
-2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first and
-outside the budget: they are few, and a client waits for the next token.
+sequences that are decoded, and are as long as the strictest TBT SLO of these sequences allows (Sarathi-Serve,
+OSDI 2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first
+and outside the budget: they are few, and a client waits for the next token.
 
-Prompts of one priority take turns between tenants and answers, as at prefill instances. An iteration has no
-prompt of a tenant with more than four times as much to compute as the tenant of its first prompt: that one so
-has a short iteration. No prompt behind one that is left out goes before it with a higher priority number.
+Prompts of one priority take turns between tenants and answers, as at prefill instances. An iteration leaves
+out the prompts of each tenant that has more than four times as much to compute as the tenant of the first
+prompt. So the first prompt has short iterations. Prompts behind a prompt that is left out are left out too if
+their priority number is higher.
 
 Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
 many tokens of prompts are too many, the clock, pools, pages.
@@ -25,7 +26,7 @@ from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
 from workers.execution.fair_order import FairOrder
 
 _MAX_TENANT_RATIO = 4
-"""The most tokens that a tenant in an iteration has to compute, for each of the first prompt's tenant."""
+"""The most tokens that a tenant in an iteration has to compute, relative to the first prompt's tenant."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +69,10 @@ class _PromptOrder:
         return self._together(ordered)
 
     def planned(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge the next `num_tokens` tokens of a prompt to its tenant: each once, as plans are taken
-        back."""
+        """Charge the next `num_tokens` tokens of a prompt to its tenant.
+
+        A token is charged once, even if its plan is taken back and made anew.
+        """
         prompt, end = self._prompts[sequence], sequence.next_start + num_tokens
         if end > prompt.end:
             self._fair_order.computed(prompt, end - prompt.end)
@@ -110,7 +113,7 @@ class PromptChunks:
     def plan(self, ready: list[Sequence], turn: list[Sequence]) -> list[PlannedChunk]:
         """Return the chunks of the next iteration of the sequences in `turn`, in the batch's order.
 
-        They are `ready`, or some of these: then the others are in an iteration beside it.
+        `turn` has all sequences of `ready`, or some of them while others are in an iteration at a helper.
         """
         sharing = _sharing(turn)
         moved = [sequence for sequence in sharing if sequence.num_tokens_to_plan and not sequence.is_inlined]
