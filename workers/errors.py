@@ -25,12 +25,15 @@ class AnswerLostError(MooncakeError):
 
 
 class ModulesStayError(MooncakeError):
-    """Modules cannot move, to a helper or back; the message says why."""
+    """Modules cannot move to a helper, or back from it; the message says why."""
 
 
 def report_of(ref: Ref, error: Exception, *, retryable: bool = True) -> WorkFailed:
-    """Return the report that an attempt has failed by `error`. A request whose grammar cannot be followed is
-    refused: no attempt succeeds, and its client is told which field is at fault."""
+    """Return the report that an attempt has failed by `error`.
+
+    A request whose grammar cannot be followed is refused, as no attempt would succeed. Its client is told
+    which field is at fault.
+    """
     if isinstance(error, GrammarError):
         return WorkFailed(ref, str(error), retryable=False, is_refused=True, param="grammar")
     return WorkFailed(ref, str(error), retryable)

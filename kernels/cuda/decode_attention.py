@@ -214,8 +214,8 @@ def decode_attention(
     contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or float16, with the
     new tokens. The query at position p sees the keys at `(p - sliding_window, p]`. `scale` multiplies the
     scores. `lse`, float32 `[T, num_heads]`, takes the natural logarithm of each softmax's denominator.
-    `num_splits`: see `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`). Raises ValueError for
-    other tensors; page numbers are checked by `plan_spans` only.
+    `num_splits`: see `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`).
+    Raises ValueError for other tensors; page numbers are checked by `plan_spans` only.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     if num_splits < 1 or num_splits & (num_splits - 1):

@@ -1,4 +1,4 @@
-"""The weights of a worker's layers: their memory, and how a checkpoint fills it, once.
+"""The weights of a worker's layers: their memory, filled once from a checkpoint.
 
 Owns: tensors, Hugging Face names, shape checks, a rank's part of each tensor, dummy values. Does not know:
 files, downloads, arithmetic.
@@ -39,7 +39,7 @@ _DUMMY_STD = 0.02
 
 
 def _opt_name(name: str) -> str:
-    """Return the name of a tensor in OPT's checkpoints; `name` is its name in Llama's."""
+    """Return the name in OPT's checkpoints of the tensor that is `name` in Llama's checkpoints."""
     match = _NAME.fullmatch(name)
     if match is None:  # the head
         return name
@@ -57,8 +57,8 @@ class LayerWeights:
 
     Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up. A plain MLP has no gate.
 
-    A rank of a group holds its heads and MLP columns, and complete norms. One rank has the biases of `o` and
-    `down`.
+    A rank of a group holds its own heads and MLP columns, and complete norms. One rank alone has the biases
+    of `o` and `down`.
     """
 
     input_norm: torch.Tensor
@@ -94,7 +94,7 @@ class _Slot:
     """The destination of a checkpoint's tensor of this `shape`: its `part` of dimension `dim` is copied to
     `target`.
 
-    Without a target the tensor belongs to another rank, and only its shape is checked.
+    None as `target`: the tensor belongs to another rank, and only its shape is checked.
     """
 
     shape: tuple[int, ...]
@@ -108,8 +108,9 @@ class _Slot:
 
 
 class Weights:
-    """The weights of a rank's `part` of `layers`, with the embedding on the first stage, final norm and head
-    on the last.
+    """The weights of a rank's `part` of `layers`.
+
+    The first stage has the embedding too, the last stage final norm and head.
 
     Every rank of the first stage has the whole learned positions.
 
@@ -126,7 +127,7 @@ class Weights:
         *,
         has_ends: bool = True,
     ) -> None:
-        """Allocate the weights; without `has_ends` those of the layers alone, without embedding and head."""
+        """Allocate the weights; without `has_ends` only those of the layers, not embedding and head."""
         self.spec, self.dtype, self.device, self.part = spec, dtype, device, part
         self._slots: dict[str, _Slot] = {}  # by Hugging Face name
         is_first = has_ends and layers.start == 0
@@ -150,7 +151,7 @@ class Weights:
             self.lm_head = self.embedding if is_tied else self._vocab_rows("lm_head.weight")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a checkpoint's tensors in, cast to the dtype; those of other stages are skipped.
+        """Copy a checkpoint's tensors into the weights, cast to their dtype, without those of other stages.
 
         Raises WeightsError for an unknown tensor, a wrong shape, or a missing tensor.
         """
@@ -220,7 +221,7 @@ class Weights:
             yield from zip(names, torch.split(tensor, num_rows), strict=True)
 
     def _named(self, name: str) -> str:
-        """Return the name of a tensor in the model's checkpoints; `name` is its name in Llama's."""
+        """Return the name in the model's checkpoints of the tensor that is `name` in Llama's checkpoints."""
         return _opt_name(name) if self.spec.is_opt else name
 
     def _vocab_rows(self, name: str) -> torch.Tensor:

@@ -70,7 +70,7 @@ def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRul
 class Draws:
     """The draws of one pass, one row for each of `chunks` (indices of the pass's chunks; None: of all).
 
-    A row is drawn behind the chunk's last token. Rows are in the order of `chunks`.
+    Each row draws the token that follows the chunk's last token. Rows are in the order of `chunks`.
     """
 
     def __init__(self, rows: Sequence[Row], chunks: Sequence[int] | None = None) -> None:
@@ -97,13 +97,13 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """Append the newest token to a row's output, which lacked it."""
+        """Append the newest token to a row's output, which was made without this token."""
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """Draw from `logits`, float32 with a row for each chunk of the pass or for each drawn one.
+        """Draw from `logits`, float32 with a row for each chunk of the pass, or for each of the drawn chunks.
 
-        Changes `logits` in place if they are of drawn chunks only.
+        Changes `logits` in place if they have rows of drawn chunks only.
 
         Waits for the device.
         """

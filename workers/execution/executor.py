@@ -26,7 +26,7 @@ from workers.kvcache.layerwise import LayerTransfers, PassPart
 
 T = TypeVar("T")
 _MOST_AHEAD = 4
-"""Layers of prefill that a GPU may have queued and not computed."""
+"""The most layers of prefill that a GPU has queued and not computed."""
 
 
 class CancelledOnDevice(Exception):
@@ -55,7 +55,7 @@ class Executor:
         self._grammars, self._refill = grammars, refill
         self._thread = ThreadPoolExecutor(1, "device", _use, (kv.device,))
         self._ahead: deque[torch.cuda.Event] = deque()
-        """Marks behind the latest layers of prefill that the device was given."""
+        """Events on the device's stream, each behind one of the latest layers of prefill."""
         self._cutting_in: deque[Callable[[], None]] = deque()
         """Calls that wait for the end of a layer. The event loop appends them, the device thread takes
         them."""
@@ -125,8 +125,8 @@ class Executor:
     ) -> torch.Tensor:
         """Compute one pass of layer-wise prefill; calls may cut in between two layers.
 
-        Returns the hidden states `[T, hidden_size]` behind this model's layers, one part after the other.
-        `hidden` are the states before these layers, on any device; None in the first stage.
+        Returns the hidden states `[T, hidden_size]` that leave this model's layers, one part after the other.
+        `hidden` are the states that enter these layers, on any device; None in the first stage.
 
         Loads run one layer ahead, stores behind the computation. Stores may still run when the call returns
         (`PassPart.storing`). Raises `CancelledOnDevice` between two layers once all parts are dropped; all
@@ -170,8 +170,10 @@ class Executor:
         return Batch.build(chunks, self.kv)
 
     def send_to_helper(self, batch: Batch) -> PassAtHelper | None:
-        """Compute one iteration up to the layers of a helper, and send it to the helper. Returns None if no
-        helper has layers."""
+        """Compute an iteration up to the layers that a helper has, and send the pass to the helper.
+
+        Returns None if no helper has layers.
+        """
         return self.model.send_to_helper(batch, self.kv)
 
     def receive_from_helper(self, sent: PassAtHelper, batch: Batch, draws: Draws) -> Drawn:

@@ -8,9 +8,10 @@ Within a tenant, prompts are computed in order of arrival; but the second prompt
 arriving when the first one's tokens have been computed (start-time fair queueing, Goyal et al., SIGCOMM
 1996).
 
-A new tenant begins with the service of the least served waiting tenant: idle time earns no credit, and none
-starves. A tenant with little to compute is given a lead of about a pass: turns are given by the pass, and
-with a smaller lead two prompts that arrive soon after one another would not both be served at once.
+A new tenant begins with the service of the least served waiting tenant, so idle time earns no credit, and no
+tenant starves. A tenant with little to compute is given a lead of about a pass. Turns are given by the pass:
+with a smaller lead, two of the tenant's prompts that arrive soon after one another would not both be served
+at once.
 
 Owns: each tenant's service, virtual time among its answers. Does not know: priorities, deadlines, passes.
 """
@@ -54,7 +55,7 @@ class _Tenant:
 
 
 class FairOrder:
-    """The order of all prompts that have entered and not left. The history ends when no prompt is left.
+    """The order of all prompts that have entered and not left. All service is forgotten when none is left.
 
     A tenant with at most `lead_tokens` to compute is served as if it had got `lead_tokens` less.
     """
@@ -91,7 +92,7 @@ class FairOrder:
         tenant.now += num_tokens / len(tenant.num_waiting)
 
     def ordered(self, prompts: Iterable[T]) -> list[T]:
-        """Return entered prompts, given in order of arrival, in the order of computation."""
+        """Return `prompts`, which have entered and are in order of arrival, in the order of computation."""
         in_turn = sorted(prompts, key=_START)
         if len({prompt.flow.tenant for prompt in in_turn}) <= 1:
             return in_turn

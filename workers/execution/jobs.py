@@ -37,7 +37,7 @@ class Jobs:
     def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
         """Start the work named `ref`. A `ref` is used once.
 
-        `work` is not called if cancelled before its beginning.
+        `work` is not called if the task is cancelled before it begins.
         """
         task = self._group.create_task(self._do(ref, work), name=f"{ref.request_id}/{ref.attempt}")
         self._tasks[ref] = task
@@ -68,7 +68,8 @@ def is_cancelled() -> bool:
 async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
     """Run two awaitables concurrently, and return or raise when both have ended.
 
-    When one fails, or the caller is cancelled, the other is cancelled. Raises the first error.
+    When one of them fails, or the caller is cancelled, whatever still runs is cancelled. Raises the first
+    error.
     """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(own), asyncio.ensure_future(others)]
 
@@ -83,8 +84,8 @@ async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
 async def results_of(futures: Sequence[asyncio.Future[T]], stop: Callable[[], object]) -> list[T]:
     """Wait until all futures have ended, and return their results.
 
-    `stop` is called when one fails, or the caller is cancelled; the others end soon afterwards. Raises the
-    first error.
+    `stop` is called when a future fails, or the caller is cancelled; it must make all futures end soon.
+    Raises the first error.
     """
 
     async def settled() -> None:
@@ -106,8 +107,8 @@ async def results_of(futures: Sequence[asyncio.Future[T]], stop: Callable[[], ob
 async def wait_to_end(ended: "asyncio.Future[T]", on_cancel: Callable[[], object] | None = None) -> T:
     """Wait for `ended` to its end, also when the caller is cancelled, and return its result.
 
-    A cancelled caller calls `on_cancel`, and CancelledError is raised when the work has ended: only then may
-    the memory that it uses be freed.
+    When the caller is cancelled, `on_cancel` is called, and CancelledError is raised once the work has ended:
+    only then may the memory that the work uses be freed.
     """
     try:
         return await asyncio.shield(ended)

@@ -77,7 +77,7 @@ def load_executor(
 
 
 def refill(checkpoint: Checkpoint, weights: Weights) -> None:
-    """Fill the weights of layers that had been loaded from `checkpoint` before. Raises ModelError."""
+    """Fill weights from `checkpoint`, from which the same layers were loaded before. Raises ModelError."""
     check_unchanged(checkpoint)
     try:
         if checkpoint.kind is CheckpointKind.DUMMY:
@@ -128,7 +128,7 @@ def _on_device(
 def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:
     """Check that the device has memory for `share` (0 to 1) of the checkpoint's weights. Raises ModelError.
 
-    Otherwise the operating system would kill some process.
+    Without the check, the operating system would kill some process.
     """
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     needed = checkpoint.model.num_parameters * share * DTYPE_BYTES[dtype]
@@ -169,7 +169,7 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | No
 def pick_device(name: str, rank: RankConfig) -> torch.device:
     """Return the configured device; for `auto` the first GPU, or else the CPU.
 
-    Rank r gets the r-th device behind that one.
+    On GPUs rank r gets the r-th GPU behind the configured one.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -185,8 +185,10 @@ def pick_device(name: str, rank: RankConfig) -> torch.device:
 
 
 def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
-    """Return the most tokens of a pass: enough to keep the device busy, and few enough for urgent prompts to
-    overtake."""
+    """Return the most tokens of a pass.
+
+    They keep the device busy, yet urgent prompts need not wait long for the end of a pass.
+    """
     if isinstance(configured, int):
         return configured
     return _GPU_PREFILL_CHUNK if device.type == "cuda" else _CPU_PREFILL_CHUNK
@@ -200,8 +202,8 @@ def pick_saturating_tokens(device: torch.device) -> int | None:
 def _set_num_threads(model: DecoderModel, configured: int | str, num_local_workers: int) -> None:
     """Set the number of threads that compute.
 
-    The CPU's kernels leave busy cores alone, so each worker may use all. Torch's threads would stall one
-    another if they were more than the cores: workers share the cores evenly.
+    The CPU's kernels leave busy cores alone, so each worker may use all cores. Torch's threads would stall
+    one another if they outnumbered the cores, so with torch the workers share the cores evenly.
     """
     num_cores = len(os.sched_getaffinity(0))
     num_threads = configured if isinstance(configured, int) else num_cores

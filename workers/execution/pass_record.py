@@ -4,7 +4,7 @@ The next process reads which requests were being computed when the previous proc
 areas, each a length and a list of refs: one for the running pass, and one for the pass or request that has
 failed. (A failed process may still compute for other requests until it ends.)
 
-Owns: this memory. Does not know: how a process ended, who is told of it.
+Owns: this memory. Does not know: how a process ended, what becomes of the requests.
 """
 
 import contextlib
@@ -63,8 +63,8 @@ class PassRecord:
     ) -> Iterator[None]:
         """Make a context in which a pass of these requests (None: unknown) is recorded as running.
 
-        Use it on the device thread. An error that is not `expected` will end this process. While another pass
-        cuts in, only the other pass is recorded.
+        To be used on the device thread. An error that is not `expected` will end this process. While a second
+        pass cuts into this one, only the second pass is recorded.
         """
         outer, self._running = self._running, refs
         self._note_running()

@@ -29,8 +29,8 @@ def iter_weights(
     tensor).
 
     safetensors keep their dtype and alias the mapped file, so nothing is read before it is used; GGUF tensors
-    are float32. `on_progress(done, total)` counts the wanted tensors' bytes on disk, once each is consumed.
-    Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
+    are float32. `on_progress(done, total)` counts the bytes on disk of the wanted tensors, each when it has
+    been consumed. Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
     """
 
     def is_wanted(name: str) -> bool:

@@ -75,7 +75,7 @@ class Followers:
         """Set when a follower is lost, or the session ends."""
 
     def close(self) -> None:
-        """Close the links. Followers notice it at their next beats, or by silence."""
+        """Close the links. Followers notice the end at their next beats, or by silence."""
         for link in self._links:
             link.close()
 
@@ -173,7 +173,7 @@ class Followers:
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Pass a message on when all followers have sent it, or at once if one of them is enough."""
+        """Pass a message on when all followers have sent it, but a failure at once."""
         if isinstance(message, Unusable | StageFailed):
             await hear(message)
             return

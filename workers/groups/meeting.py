@@ -19,7 +19,7 @@ from workers.execution.jobs import wait_to_end
 
 _INTERFACE = "lo"
 _TIMEOUTS_APART = 2
-"""Peer timeouts after which an awaited rank counts as lost, if its pulse has not shown that before."""
+"""Peer timeouts after which an awaited rank counts as lost, unless its link has shown the loss before."""
 
 
 @contextlib.asynccontextmanager

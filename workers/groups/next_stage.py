@@ -1,4 +1,4 @@
-"""The link to the stage behind this one, or from the first rank to another.
+"""The link from a stage to the stage behind it, or from the first rank of a group to another rank.
 
 Owns: the link (this side listens), flow control of passes. Does not know: prompts.
 """
@@ -34,8 +34,8 @@ from workers.groups.stage_messages import (
 from workers.groups.stage_pulse import LinkPulse
 
 _PASSES_AHEAD = 2
-"""The most passes that are sent and not begun by the next stage: one in flight, and one so that the stage
-never waits."""
+"""The most passes that are sent and not begun by the next stage: with one in flight and one that has arrived,
+the stage never waits."""
 _MOST_BYTES = 4 << 20
 """The most bytes of hidden states in one message."""
 
@@ -71,7 +71,7 @@ class NextStage:
     ) -> None:
         """Listen for stage number `stage`, which counts as lost after `timeout_s` seconds of silence.
 
-        `kind`: the word for what is numbered, in messages to people.
+        `kind`: the word for the peer in messages to people, before its number: "stage" or "rank".
         """
         self._router: Router[FromFollower] = Router(endpoint, FromFollower, key)
         self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
@@ -81,13 +81,13 @@ class NextStage:
         self._num_ahead = 0
         self._taken = asyncio.Event()
         self.capacity: Capacity
-        """The least capacity of that stage and all behind it."""
+        """The least capacity of the next stage and all stages behind it."""
         self.engine: str
-        """Engines of that stage and all behind it, for people."""
+        """Engines of the next stage and all stages behind it, for people."""
         self.shards: tuple[PoolShard, ...]
-        """Pool parts of that stage and all behind it."""
+        """Pool parts of the next stage and all stages behind it."""
         self.pools: dict[str, PoolStats] = {}
-        """Counters of the pools of that stage and all behind it, as last heard."""
+        """Latest counters of the pools of the next stage and all stages behind it."""
 
     @property
     def endpoint(self) -> str:
@@ -213,8 +213,10 @@ class Behind(Protocol):
 
 
 def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
-    """Return the least capacity of a stage and all stages behind it, or of all ranks, as a prompt has as many
-    pages in each one."""
+    """Return the least capacity of a stage and all stages behind it, or of all ranks.
+
+    A prompt has as many pages in each of them, so the least capacity limits it.
+    """
     if behind is None:
         return capacity
     return Capacity(

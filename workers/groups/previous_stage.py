@@ -1,4 +1,4 @@
-"""The link to the stage before this one, or from another rank to the first.
+"""The link from a stage to the stage before it, or from another rank of a group to the first rank.
 
 Owns: the link (this side connects), the passes that arrive. Does not know: prompts.
 """
@@ -77,7 +77,7 @@ class PreviousStage:
         self._pulse = LinkPulse(name, timeout_s)
         self._has_joined = False
         self._num_connections = 0
-        """Number of connections until this stage had joined. The other end may restart before that."""
+        """The number of connections when this stage joined: several if the other end had restarted."""
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
         """Passes that have arrived and not begun, as many as the flow control of `NextStage` allows."""
         self._coming: IncomingPass | None = None
@@ -120,8 +120,8 @@ class PreviousStage:
     ) -> None:
         """Receive and handle messages until the other end is lost. `follow` takes the messages to a rank.
 
-        Raises `SessionLostError` when the other end has restarted its session, or the connection has broken
-        and was made again.
+        Raises `SessionLostError` when the other end has restarted its session, and when the connection has
+        broken and was made again.
         """
         while True:
             message = await self._dealer.recv()

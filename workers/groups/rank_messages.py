@@ -1,17 +1,17 @@
 """The messages between the ranks of a tensor-parallel group, beside the messages of stages.
 
 The first rank leads: it takes orders from the Conductor, decides, and draws tokens. It has a link to each of
-the others, its followers, as a stage has to the next one (`stage_messages`): a prompt is prefilled with the
-same messages. Device pages are the leader's: it names them, and no follower chooses any.
+the other ranks, its followers, like the link of a stage to the next one (`stage_messages`): a prompt is
+prefilled with the same messages. The leader alone chooses device pages, for all ranks.
 
     leader                                follower
     (StageHello, StageWelcome)
     Meet(path)            ->              join the process group
-    PrefillPass           ->              compute, in this order; the ranks wait for their sums only
+    PrefillPass           ->              compute, in this order; ranks wait only for each other's sums
     DecodePass            ->
     Call(id, work)        ->              work on a decoded sequence's blocks in the rank's own pool
     StopCall(id)          ->              the work is not wanted any more
-                          <-   CallDone   either way, once the work has stopped
+                          <-   CallDone   once the work has stopped, or
                           <-   RankCallFailed
 
 Owns: the vocabulary. Does not know: sockets.
@@ -53,7 +53,7 @@ class AwaitArrival(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
-    """Work: reserve blocks, and fetch from the pools of another instance those that this pool lacks.
+    """Work: reserve blocks, and fetch the blocks that this pool lacks from the pools of another instance.
 
     Answered with `BlocksFetched`. Earlier pages of the sequence are released.
     """

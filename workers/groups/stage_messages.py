@@ -1,7 +1,7 @@
 """Messages between the stages of a prefill pipeline (chunked pipeline parallelism, Mooncake, section 5.1).
 
-The stages are a chain: each talks to the one behind it and the one before it, over ZeroMQ
-(`mooncake.bus.zeromq`). The first one leads: it takes orders, and its decisions travel down the chain in
+The stages are a chain: each talks to the stage before it and to the stage behind it, over ZeroMQ
+(`mooncake.bus.zeromq`). The first stage leads: it takes orders, and its decisions travel down the chain in
 the order in which they were made; the stages' reports travel up.
 
     before                                behind
@@ -33,8 +33,8 @@ from mooncake.messages.workers import Prefill
 class StageHello(msgspec.Struct, tag=True, frozen=True):
     """The first message of a stage to the stage before it, sent when all stages behind it have joined.
 
-    `capacity` is the least of this stage and those behind it. `engine` names their engines, as text, and
-    `shards` are their parts of the pool.
+    `capacity` is the least capacity of this stage and the stages behind it. `engine` names the engines of all
+    these stages, as text, and `shards` are their parts of the pool.
     """
 
     protocol_version: int
@@ -70,7 +70,7 @@ class Unusable(msgspec.Struct, tag=True, frozen=True):
 
 
 class PassTaken(msgspec.Struct, tag=True, frozen=True):
-    """The report that the oldest pass not yet taken is being computed."""
+    """The report that the oldest pass that was not taken before is being computed."""
 
 
 class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
@@ -149,8 +149,8 @@ class Recount(msgspec.Struct, tag=True, frozen=True):
 class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
     """A prompt's chunk in a pass: tokens `[start, start + num_tokens)` of the prompt.
 
-    `num_cached_blocks` leading blocks are reused in this round; their tokens come before `start`, except
-    maybe the last one.
+    `num_cached_blocks` leading blocks are reused in this round. Their tokens come before `start`, except that
+    the last token of the prompt is computed in any case.
     """
 
     job_id: int

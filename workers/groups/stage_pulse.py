@@ -14,8 +14,8 @@ _BEATS_PER_TIMEOUT = 5
 class LinkPulse:
     """The pulse of a link: `beat` runs beside the loop that receives, which calls `heard` for each message.
 
-    Silence is counted in beats, not in seconds: a process that was held up counts no beat for that time, and
-    reads waiting messages before it counts the next one.
+    Silence is counted in beats, not in seconds: while this process is held up it counts no beats, and before
+    it counts the next beat it reads the waiting messages.
     """
 
     def __init__(self, who: str, timeout_s: float) -> None:

@@ -3,7 +3,8 @@
 A layer of a device page is byte for byte one layer of a block, or of a stage's or rank's shard of it. Layers
 are numbered as in the model. Loads compare checksums with those that the pool keeps, stores return new ones.
 
-Owns: how bytes are copied, on the CPU and on CUDA. Does not know: when, of which blocks, threads.
+Owns: how bytes are copied, on the CPU and on CUDA. Does not know: which blocks are copied when, the threads
+of loads and stores.
 """
 
 import os
@@ -22,9 +23,9 @@ from workers.engine.kvcache import DeviceKVCache
 Pages = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_COPIERS = 4
 _LEAST_BYTES = 1 << 20
-"""Bytes of a copy for which another thread is worth its wake-up."""
+"""The least bytes of a copy that are worth the wake-up of another thread."""
 MOST_STAGED = 16
-"""Parts of layers that may wait in pinned memory to be stored."""
+"""The most parts of layers that wait in pinned memory to be stored."""
 _STAGING_SIZES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 """Bytes of parts for which pinned memory is allocated at the start: size classes of torch's allocator."""
 
@@ -76,7 +77,7 @@ class LayerCopies(Protocol):
     """
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
-        """Copy one layer from the pool to device pages, which are unused once `free` has passed.
+        """Copy one layer from the pool to device pages, which other work may use until `free` has passed.
 
         Returns the load's end and damaged pages.
         """
@@ -84,7 +85,7 @@ class LayerCopies(Protocol):
     def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> StagedLayer | None:
         """Begin to store one layer once `computed` has passed.
 
-        A GPU copies the layer to host memory meanwhile.
+        A GPU then copies the layer to host memory, while the caller goes on.
         """
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
@@ -127,8 +128,9 @@ class _PoolPages:
 class HostCopies:
     """Copies between a device that is the CPU and the pool's segment.
 
-    While a helper has some of the heads, each layer of a block is put together on the way. Layers of a helper
-    on another host are copied on the way, too; then calls raise TransferError when the helper is lost.
+    While a helper has some of the heads, each layer of a block is put together from two memories. Layers of a
+    helper on another host are copied over its connection; then calls raise TransferError when the helper is
+    lost.
     """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
@@ -179,7 +181,7 @@ class HostCopies:
 class Copiers:
     """The threads that share the copies of a layer in host memory.
 
-    One of them copies and checks some 6 GB/s, less than a GPU takes, or fills while it prefills.
+    One thread copies and checks some 6 GB/s: less than a GPU can take in, or fill while it prefills.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -188,7 +190,7 @@ class Copiers:
 
     def copy(self, sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
         """Copy blocks of `layer_bytes` bytes as `copy_scattered` does, with as many threads as there is work
-        for. Returns their checksums."""
+        for. Returns the blocks' checksums."""
         num_parts = min(self._num_threads, len(sources) * layer_bytes // _LEAST_BYTES)
         if num_parts < 2:
             return copy_scattered(sources, targets, layer_bytes)
@@ -200,7 +202,7 @@ class Copiers:
 class CudaCopies:
     """Copies between a GPU and the pool's segment, through pinned memory, on a stream for each direction.
 
-    No call waits for more than its own copies: streams wait for each other by events.
+    A call waits for its own copies only; streams wait for each other by events.
     """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
@@ -209,7 +211,7 @@ class CudaCopies:
         self._load_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._staged_pages = (np.empty(0, np.int64), torch.empty(0))
-        """Pages that were staged last, on host and device: a pass stages the same of all layers."""
+        """The latest staged pages, on host and device, kept as a pass stages the same pages of each layer."""
         with torch.cuda.device(kv.device):
             _take_pinned_memory()
         self._copiers = Copiers(max(1, min(_MOST_COPIERS, len(os.sched_getaffinity(0)) // 4)))
@@ -258,7 +260,8 @@ class CudaCopies:
     def _staging(self, num_blocks: int) -> tuple[torch.Tensor, Addresses]:
         """Return pinned memory for one layer of `num_blocks` blocks: a tensor and each block's address.
 
-        To be called with the device as the current one: another one would get a context of this process.
+        To be called with the device as the current device: otherwise another device would get a context of
+        this process.
         """
         shape = (num_blocks, *self._kv.layer_shape[1:])
         staged = torch.empty(shape, dtype=self._kv.dtype, pin_memory=True)

@@ -1,8 +1,8 @@
 """Layer-wise prefill: loads and stores of KVCache beside the computation (Mooncake, section 5.2).
 
 Before a layer is computed, its load is awaited and the load of the next layer is launched; afterwards the
-layer's store is launched. Stores are awaited only at the prompt's end, unless the device has memory for a
-window of layers only: then a layer waits for the store of the layer whose memory it takes.
+layer's store is launched. Stores are awaited only at the prompt's end. Where the device has memory only for a
+window of layers, a layer also waits for the store of the layer whose memory it takes.
 
 Owns: the threads of loads and stores, the state that a pass shares with them. Does not know: prompts,
 messages.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class PromptBlock:
     """A block of a prompt, in a device page and in a pool page.
 
-    Layers are stored in the pool in order: those before `next_layer` are stored, or being stored.
+    Layers are stored in the pool in order: all layers before `next_layer` are stored, or being stored.
     """
 
     device_page: int
@@ -62,9 +62,9 @@ class PassPart:
     """One prompt's part of a forward pass, shared by the device thread, the transfer threads and the event
     loop.
 
-    `await_pool(layer)` blocks the load thread until that layer of `loads` is in the pool, and returns False
-    if it will not be there. `on_stored(layer, blocks, checksums)` is called on the store thread. A dropped
-    part is still computed if its pass has other parts, and its results are ignored.
+    `await_pool(layer)` blocks the load thread until the layer of all `loads` is in the pool, and returns
+    False if the layer will not arrive. `on_stored(layer, blocks, checksums)` is called on the store thread. A
+    dropped part is still computed if its pass has other parts, and its results are ignored.
     """
 
     chunk: Chunk
@@ -77,29 +77,31 @@ class PassPart:
     storing: deque[Future[None]] = field(default_factory=deque)
     is_dropped: bool = False
     load_wait_s: float = 0.0
-    """Seconds for which the pass has waited for loads of any of its parts."""
+    """Seconds for which the pass has waited for loads, of whichever of its parts."""
 
 
 class LayerTransfers:
-    """The loads and stores of all passes, each kind in order.
+    """The loads and stores of all passes: loads in their order, and beside them stores in theirs.
 
-    Without `overlap` a load or store is complete when its launch returns. `window` is that of the device's
-    KVCache (`DeviceKVCache.window`), 2 or more.
+    Without `overlap` a load or store is complete when its launch returns. `window` is
+    `DeviceKVCache.window` of the device's KVCache, at least 2.
     """
 
     def __init__(self, copies: LayerCopies, *, overlap: bool, window: int | None = None) -> None:
         assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
-        """The latest store by the window's memory that it reads. Earlier stores end before it."""
+        """The latest store from each memory of the window, by the memory's index. Earlier ones end before."""
         self._staged = threading.Semaphore(MOST_STAGED)
         """Limit of the parts of passes that are in pinned memory. At the limit, the computation waits."""
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
     def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
-        """Begin to load `layer`; to be called on the device thread. Returns None if there is nothing to load,
-        and no store to wait for."""
+        """Begin to load `layer`; to be called on the device thread.
+
+        Returns None if there is neither anything to load nor a store to wait for.
+        """
         loading = [part for part in parts if part.loads and not part.is_dropped]
         last_store = self._last_stores.get(layer % self._window) if self._window is not None else None
         if not loading and last_store is None:
@@ -107,8 +109,10 @@ class LayerTransfers:
         return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
 
     def wait_loaded(self, loading: "Future[list[Mark]] | None", parts: Sequence[PassPart]) -> None:
-        """Block the device thread until the layer is loaded and its memory is free, or all parts were
-        dropped."""
+        """Block the device thread until the layer is loaded and its memory is free.
+
+        Returns earlier if all parts were dropped.
+        """
         if loading is not None:
             began_s = time.perf_counter()
             for mark in loading.result():

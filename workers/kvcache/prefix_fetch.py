@@ -1,13 +1,13 @@
 """The worker's part in a fetch, which brings blocks of a prompt from another instance's pool into its own.
 
-The messenger reports how many layers have arrived, and that bytes arrive at all; the load thread waits for
+While bytes arrive, the messenger reports how many layers have arrived; the load thread waits for
 layers. Any failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not
 arrived by then are computed.
 
 The worker waits for a holder that goes on sending, not for a silent one. The Conductor has estimated that the
-fetch pays. Here the fetch gets `_GRACE_S` plus the time in which a slow instance computes as many tokens, and
-is given up when it turns out to be slower. A slow fetch must not delay a pass that other prompts share, so
-its prompt joins a pass only when the last layers are near.
+fetch takes less time than computing the blocks. Here the fetch gets `_GRACE_S` plus the time in which a slow
+instance computes as many tokens, and is given up when it turns out to take longer. A slow fetch must not
+delay a pass that other prompts share, so its prompt joins a pass only when the last layers are near.
 
 Owns: one prompt's fetch. Does not know: how bytes travel, what is computed.
 """
@@ -47,8 +47,8 @@ class PrefixFetch:
         self.has_ended = False
         """Whether no further layer will arrive."""
         self.error: MooncakeError | None = None
-        """An error of this worker's messenger; or PoolFullError, if there are no new pages in place of those
-        that a hanging source may write."""
+        """An error of this worker's messenger. PoolFullError: a hanging source may still write the pages of
+        the fetch, and there are no others in their place."""
         self.sources = sources
         self._pool, self._reservation_id = pool, reservation_id
         self.begun_s = self.heard_s = time.monotonic()
@@ -57,8 +57,8 @@ class PrefixFetch:
         self._deadline_s = self.begun_s + _GRACE_S + num_tokens / _SLOW_TOKENS_PER_S
         self._changed = threading.Condition()
         self._num_blocks = self._num_layers_of_all = 0
-        """The number of leading blocks that the holder has, and of leading layers that have arrived of all
-        these. Blocks behind them will not arrive."""
+        """The number of leading blocks that the holder has, and the number of leading layers that have
+        arrived of all these blocks. Blocks behind them will not arrive."""
         self._is_over = False
         self._heard = asyncio.Event()
         """Set at each sign of life, and at the end."""
@@ -70,9 +70,10 @@ class PrefixFetch:
         return self.indices[: self._num_blocks]
 
     async def begun(self) -> None:
-        """Wait until the first layers have arrived and the last ones are near, or nothing more will arrive.
+        """Wait until the last layers are near, or nothing more will arrive.
 
-        Near means within `SILENCE_S` at the pace so far. A prompt that waits here delays no pass.
+        The last layers are near if they arrive within `SILENCE_S` at the pace of the first ones. A prompt
+        that waits here delays no pass.
         """
         while not (self.has_ended or self._is_near):
             left_s = self._left_s(SILENCE_S)
@@ -89,8 +90,8 @@ class PrefixFetch:
     async def ended(self, silence_s: float | None = SILENCE_S) -> None:
         """Wait for the end of the fetch.
 
-        The fetch is stopped if the holder is silent for `silence_s` seconds or takes too long; with None it
-        is not stopped.
+        The fetch is stopped if the holder is silent for `silence_s` seconds, or takes too long. With None the
+        fetch is never stopped.
         """
         await asyncio.wait([self._fetching], timeout=0)  # by then the messenger has been asked to fetch
         while silence_s is not None and not self._fetching.done():
@@ -123,7 +124,7 @@ class PrefixFetch:
             self._changed.notify_all()
 
     def _left_s(self, silence_s: float) -> float:
-        """Return the seconds for which the fetch is still awaited without a sign of the holder."""
+        """Return the seconds for which the fetch is still awaited if the holder gives no sign."""
         return min(self.heard_s + silence_s, self._deadline_s) - time.monotonic()
 
     @property
@@ -134,7 +135,7 @@ class PrefixFetch:
     def _is_too_slow(self) -> bool:
         """Whether the fetch will miss its deadline at its present pace.
 
-        The first moments, in which it may connect, do not count.
+        False in the first `SILENCE_S` seconds, in which connecting may take time.
         """
         has_pace = self._num_layers_of_all > 0 and self.heard_s >= self.begun_s + SILENCE_S
         return has_pace and self._expected_end_s > self._deadline_s

@@ -12,8 +12,8 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Ref
 
 _WORTH_WAITING_TOKENS = 128
-"""The least number of shared tokens for which a prompt waits. Fewer are computed again, as an extra pass
-costs as much."""
+"""The least number of shared tokens for which a prompt waits. Computing fewer tokens again costs no more than
+the extra pass of a prompt that waits."""
 
 
 def num_blocks_worth_waiting(block_size: int) -> int:
@@ -50,7 +50,7 @@ class PrefixTurns:
     """The turns of prompts with a common prefix: a later prompt begins when an earlier one has stored the
     prefix.
 
-    A prompt waits only for prompts of lower rank, and ranks never change: there is no deadlock.
+    A prompt waits only for prompts of lower rank, and ranks never change, so there is no deadlock.
     """
 
     def __init__(self, block_size: int) -> None:

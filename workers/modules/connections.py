@@ -1,7 +1,7 @@
 """Connections between owners of modules and helpers on other hosts: TCP, each message behind its length.
 
-Both ends first prove that they know the cluster's key. An unauthenticated peer can send some hundred bytes,
-and has a short time.
+Both ends first prove that they know the cluster key. An unauthenticated peer can send some hundred bytes, and
+has a short time for them.
 
 Owns: the connections until their first message. Does not know: what is asked of a helper.
 """
@@ -28,9 +28,9 @@ from workers.modules.link_messages import LONGEST_MESSAGE_BYTES
 _SCHEME = "tcp://"
 _LENGTH = struct.Struct("<I")
 _LONGEST_GREETING_BYTES = 256
-"""Bytes of a message of the greeting at most."""
+"""The most bytes of a message of the greeting."""
 _MOST_UNAUTHENTICATED = 64
-"""Unauthenticated connections at a listener at most; one more ends the oldest."""
+"""The most unauthenticated connections at a listener; a further one ends the oldest."""
 _GREETING_TIMEOUT_S = 5.0
 """Seconds in which a peer must have proved that it knows the key, and sent its first message."""
 _OPTIONS = (
@@ -44,7 +44,7 @@ _OPTIONS = (
 log = logging.getLogger(__name__)
 Message = TypeVar("Message", bound=msgspec.Struct)
 Serve = Callable[[socket.socket, bytes], Awaitable[None]]
-"""A callback that gets an authenticated connection with its first message, and ends before the connection."""
+"""A callback that serves an authenticated connection from its first message on, until it is to be closed."""
 
 
 def is_remote(address: str) -> bool:
@@ -86,7 +86,7 @@ async def send(sock: socket.socket, message: msgspec.Struct) -> None:
 async def receive(sock: socket.socket, most_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
     """Return the next message, of at most `most_bytes`; empty if the connection has ended.
 
-    Raises TransferError for a longer one, and OSError.
+    Raises TransferError for a longer message, and OSError.
     """
     head = await _receive(sock, _LENGTH.size)
     if not head:

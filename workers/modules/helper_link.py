@@ -33,7 +33,7 @@ from workers.modules.remote_pages import PagesClient
 from workers.modules.shared_parts import shared_part
 
 _Connected = tuple[socket.socket, MovedHeads | HostedLayers, int]
-"""The connection whose end is that of the hosting, the part, and the number of its pages."""
+"""The connection whose end also ends the hosting, the hosted part, and the part's number of pages."""
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds in which the helper must answer, after allocating the memory."""
 _END_TIMEOUT_S = 10.0
@@ -47,7 +47,7 @@ class HelperAccess:
 
     key: ClusterKey
     timeout_s: float
-    """Seconds after which a helper counts as lost that has not computed a layer, or takes no bytes."""
+    """Seconds within which a helper must compute a layer and take bytes; else it counts as lost."""
 
 
 class HelperLink:
@@ -66,7 +66,7 @@ class HelperLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._on_readable)
         self.is_lost = False
-        """Whether the helper has gone. What a helper on this host had is still mapped here."""
+        """Whether the helper has gone. The memory of a helper on this host is still mapped here."""
 
     @classmethod
     async def connect(

@@ -1,9 +1,9 @@
 """The helper's side: pages of modules for owners on this host and on others, and what is computed with them.
 
 Hosted pages take the memory of pages of this instance's own KVCache, which are lent for that time. Each
-hosting has a thread, beside the device's own, so that neither waits for the other.
+hosting has a thread beside the device thread, so that neither waits for the other.
 
-Owns: the listener, hostings, the lent pages. Does not know: requests, whose modules come when.
+Owns: the listener, hostings, the lent pages. Does not know: requests, why and when modules come.
 """
 
 import asyncio
@@ -70,9 +70,9 @@ class ModulesHost:
     ) -> None:
         """Prepare without hostings.
 
-        The socket listens at `path`, in a directory that only this user can access; `owners` are those on
-        other hosts. `most_pages` returns how many pages a request of this instance may need, `has_helper`
-        whether modules of this instance are at a helper, or moving there.
+        Owners of this host connect to a socket at `path`, in a directory that only this user can access;
+        `owners` are those on other hosts. `most_pages` returns how many pages a request of this instance may
+        need. `has_helper` returns whether modules of this instance are at a helper, or moving there.
         """
         self._name, self._path, self._fingerprint = name, path, fingerprint
         self._model, self._kv, self._most_pages, self._has_helper = model, kv, most_pages, has_helper
@@ -80,7 +80,7 @@ class ModulesHost:
         self._requests: dict[str, HostModules] = {}
         """The hostings, by the owner's name."""
         self._joining: dict[tuple[bytes, Purpose], asyncio.Future[socket.socket]] = {}
-        """The connections that hostings of other hosts wait for."""
+        """The further connections for which hostings of owners on other hosts wait."""
 
     @property
     def num_hosted(self) -> dict[str, Count]:
@@ -88,7 +88,7 @@ class ModulesHost:
         return {owner: request.num_heads for owner, request in self._requests.items()}
 
     async def run(self) -> None:
-        """Listen until cancelled. Then no hosting is left, and all pages are this instance's own again."""
+        """Listen until cancelled. When this returns, no hosting is left and no page is lent."""
         async with asyncio.TaskGroup() as group:
             if self._owners is not None:
                 group.create_task(self._owners.run(self._serve_remote))
@@ -203,8 +203,8 @@ class ModulesHost:
         return min(num_pages, request.wanted_pages)
 
     def _check_memory(self, num_bytes: int) -> None:
-        """Raise ModulesStayError unless `num_bytes` of memory are available. The memory of lent pages has
-        been freed before."""
+        """Raise ModulesStayError unless `num_bytes` of memory are available, the freed memory of lent pages
+        included."""
         free_bytes = available_bytes()
         if free_bytes is not None and num_bytes > free_bytes:
             raise ModulesStayError(
@@ -225,7 +225,7 @@ class _Lent(NamedTuple):
 
     @contextlib.asynccontextmanager
     async def serving(self, hosted: Hosted) -> AsyncIterator["asyncio.Future[None]"]:
-        """Make a context in which a thread answers the owner. It yields the end of the thread."""
+        """Make a context in which a thread answers the owner. Yields a future of the thread's end."""
         thread = ThreadPoolExecutor(1, "hosted-modules", self.be_guest)
         ended = asyncio.get_running_loop().run_in_executor(thread, _answer, hosted, self.request.owner)
         try:
@@ -246,7 +246,7 @@ def _request(payload: bytes) -> FromOwner | None:
 
 
 async def _end_of(sock: socket.socket, *threads: "asyncio.Future[None]") -> None:
-    """Wait until a thread has ended or the connection, on which an owner sends nothing after its request."""
+    """Wait until a thread or the connection has ended. An owner sends nothing after its request."""
 
     async def owner_speaks() -> None:
         with contextlib.suppress(OSError):
@@ -260,7 +260,7 @@ async def _end_of(sock: socket.socket, *threads: "asyncio.Future[None]") -> None
 
 
 def _answer(hosted: Hosted, owner: str) -> None:
-    """Answer passes until the exchange is closed. A pass that cannot be computed closes it."""
+    """Answer passes until the exchange is closed. A pass that cannot be computed closes the exchange."""
     try:
         hosted.serve()
     except (ValueError, IndexError, RuntimeError, MemoryError) as error:

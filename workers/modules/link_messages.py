@@ -1,9 +1,9 @@
 """The messages between an owner of modules and its helper, and the memory of the modules.
 
-The first message of a connection is `HostModules`. On one host the descriptor of the memory, which both
-share, comes with the answer `Hosting`. Between hosts the owner opens two more connections, which `Join` the
-hosting: one for passes, one for pages. Either side ends the hosting by closing the first connection, as its
-end by any cause does.
+The first message of a connection is `HostModules`. On one host the answer `Hosting` comes with the descriptor
+of the memory, which both sides share. Between hosts the owner opens two more connections, which `Join` the
+hosting: one for passes, one for pages. The hosting ends with the first connection, which either side may
+close.
 
 Owns: this vocabulary, the layout of the memory. Does not know: sockets, pages in use.
 """

@@ -1,8 +1,8 @@
 """Pages at a helper on another host: the owner reads and writes them over a stream, whole pages at a time.
 
     owner                                             helper
-    header, page numbers, for a write blocks  ->
-                                              <-      for a read blocks, for a write a byte
+    header, page numbers; of a write, blocks  ->
+                                              <-      of a read, blocks; of a write, a byte
 
 Blocks are whole pages of the hosted heads, layer by layer.
 
@@ -24,7 +24,7 @@ from kernels.cpu.page_copy import PageCopies
 from mooncake.errors import TransferError
 
 _STAGED_BYTES = 8 << 20
-"""Bytes of pages that one message has at most, unless a single page has more."""
+"""The most bytes of pages in one message, unless a single page has more."""
 _HEADER = struct.Struct("<?III")
 """Whether pages are written, first layer, end of the layers, number of pages."""
 _WRITTEN = b"\x01"
@@ -43,7 +43,7 @@ class PagesShape:
 
     @property
     def pages_at_a_time(self) -> int:
-        """The number of pages of all layers in one message at most."""
+        """The most pages, each with all its layers, that one message carries."""
         page_bytes = self.num_layers * torch.Size(self.layer_shape[1:]).numel() * self.dtype.itemsize
         return max(1, _STAGED_BYTES // page_bytes)
 
@@ -53,7 +53,8 @@ class PagesShape:
 
 
 class PagesClient:
-    """The owner's end (`workers.engine.kvcache.RemotePages`). Any thread may call; calls wait for each other.
+    """The owner's end (`workers.engine.kvcache.RemotePages`). Threads may share it; calls wait for each
+    other.
 
     All calls raise TransferError once the helper cannot be reached, or takes nothing for `timeout_s`.
     """
@@ -136,7 +137,7 @@ class PagesServer:
         self._in = PageCopies(library, zip(self._staged, layers, strict=True))
 
     def serve(self) -> None:
-        """Answer until the stream ends. Raises ValueError or IndexError for what does not fit."""
+        """Answer until the stream ends. Raises ValueError or IndexError for a message that does not fit."""
         head = memoryview(bytearray(_HEADER.size))
         with contextlib.suppress(OSError):
             while True:

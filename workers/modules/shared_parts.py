@@ -1,6 +1,6 @@
 """The parts of a model that can be at a helper: some KV heads of all layers, or some layers.
 
-Owns: the memory of a part, what each side computes with it. Does not know: how sides are connected, whose
+Owns: the memory of a part, what each side computes with it. Does not know: how the sides are connected, which
 pages are lent.
 """
 
@@ -21,8 +21,8 @@ class Hosted(Protocol):
     """A hosted part at its helper, or the connection to its pages."""
 
     def serve(self) -> None:
-        """Answer the owner until `close`, on a thread of its own. Raises ValueError or IndexError for what
-        does not fit."""
+        """Answer the owner until `close`, on a thread of its own. Raises ValueError or IndexError for a
+        pass or a message that does not fit."""
 
     def close(self) -> None:
         """End the exchange for both sides. Idempotent."""

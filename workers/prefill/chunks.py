@@ -5,7 +5,7 @@ While a stage computes chunk c, the stage before it computes chunk c + 1. All st
 take equally long. A token behind a long prefix takes longer than the first tokens, as its attention reads all
 keys before it. So chunks shrink as the prefix grows.
 
-Owns: that arithmetic. Does not know: requests, stages.
+Owns: the arithmetic. Does not know: requests, stages.
 """
 
 import math
@@ -22,7 +22,8 @@ Measured on CPUs.
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The costs of a layer in any unit: n tokens behind p others take `n * (token + pair * (p + n / 2))`."""
+    """The costs of a layer in any unit: n tokens behind p earlier ones take `n * (token + pair * (p + n /
+    2))`."""
 
     token: float
     """The cost of one token at any position."""
@@ -58,9 +59,9 @@ class ChunkPlan:
     With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves `of_tokens(start, x_i) = i / m *
     of_tokens(start, end - start)`. With m chunks X stages need `(cost + m * pass_cost) * (m + X - 1) / (m *
     X)`: more chunks leave the other stages idle for a shorter time at both ends, but each has a fixed cost.
-    So m is `sqrt((X - 1) * cost / pass_cost)`, for which this time is least; more if a chunk would be longer
-    than `max_tokens`. Boundaries are multiples of `multiple` (a block of the KVCache, so that every chunk
-    fills the blocks that it stores), except the last one.
+    So m is `sqrt((X - 1) * cost / pass_cost)`, for which this time is least, or larger if otherwise a chunk
+    would be longer than `max_tokens`. Boundaries, except the last one, are multiples of `multiple` (a block
+    of the KVCache, so that every chunk fills the blocks that it stores).
     """
 
     costs: LayerCosts

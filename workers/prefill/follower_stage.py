@@ -1,7 +1,7 @@
 """The stage of a follower: it computes the passes that the first rank of its tensor-parallel group announces.
 
-Owns: this rank's part of a pass. Does not know: which pages are free (the leader does), which tokens are
-drawn.
+Owns: this rank's part of a pass. Does not know: which pages are free, which tokens are drawn (the leader
+knows).
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class FollowerStage(Stage):
 
         Args:
             announced: The pass, with one chunk for each prompt in it.
-            jobs: This rank's job of each chunk; None if it was dropped here. Such a chunk is computed as far
-                as the other ranks compute it, and counts as dropped in all ranks.
+            jobs: This rank's job for each chunk; None if the job was dropped here. The chunk of a dropped job
+                is computed as far as the other ranks compute it, and counts as dropped in all ranks.
 
         Returns:
             Whether each chunk has been computed.

@@ -46,15 +46,15 @@ class PrefillJob:
     ) -> None:
         """Make the job of a prefill order.
 
-        `is_windowed`: layers take turns in its device pages (`DeviceKVCache.window`), so each pass loads the
-        blocks before it.
+        `is_windowed`: layers take turns in the prompt's device pages (`DeviceKVCache.window`), so each pass
+        loads all blocks before its tokens.
         """
         self.job_id, self.order, self.progress = job_id, order, progress
         self.scope, self.times = FailureScope(), PromptTimes()
         self.turn = asyncio.Event()
         """Set when the prompt is admitted."""
         self.stored_behind = asyncio.Event()
-        """Set when all stages have computed the prompt, and all behind this one have stored it."""
+        """Set when all stages have computed the prompt, and all stages behind this one have stored it."""
         self.sent_behind = asyncio.Event()
         """Set when the decode side has the blocks of the stages behind this one."""
         self.left_by_ranks = asyncio.Event()
@@ -90,7 +90,7 @@ class PrefillJob:
     # -- rounds -------------------------------------------------------------------------------------
 
     def begin_round(self, number: int) -> None:
-        """Begin round number `number`. `reuse` has yet to settle the reused blocks."""
+        """Begin round number `number`. `reuse` then settles the reused blocks."""
         self.round = number
         self.is_settled = False
         """Whether the reused blocks of this round are known."""
@@ -135,7 +135,7 @@ class PrefillJob:
         return next((index for index, block in enumerate(blocks) if not block.sealed), len(blocks))
 
     def missing_blocks(self, num_blocks: int) -> list[int]:
-        """Return the indices of keyed blocks, among the first `num_blocks`, that this stage's pool lacks."""
+        """Return the indices, among the first `num_blocks`, of keyed blocks that this stage's pool lacks."""
         assert self.reservation is not None
         num_keyed = len(self.order.request.block_keys)
         blocks = self.reservation.blocks[: min(num_blocks, num_keyed)]
@@ -154,7 +154,7 @@ class PrefillJob:
     def reuse(self, num_blocks: int, page_size: int) -> None:
         """Settle that the first `num_blocks` blocks, all of them usable, are reused in this round.
 
-        At least one token is computed: its logits are the answer's first token.
+        At least one token is computed, as its logits are needed for the first token of the output.
         """
         self.is_settled = True
         self._num_cached_blocks = num_blocks

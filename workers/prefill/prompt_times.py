@@ -1,6 +1,6 @@
 """The times at which a prompt took its steps at a prefill instance, or in one stage.
 
-Owns: these times, by the monotonic clock. Does not know: what they are for.
+Owns: these times, by the monotonic clock. Does not know: their readers.
 """
 
 import time

@@ -4,16 +4,16 @@ The prompt with the earliest TTFT deadline goes first, where each step of the pr
 among equals, the oldest. Prompts pass through three states; only READY ones are computed:
 
     WAITING ──> ADMITTED ──> READY
-                    ^──────────┘     reuse failed: the blocks to compute are being found out again
+                    ^──────────┘     reuse has failed: it is determined again which blocks to compute
 
-A prompt without a deadline counts as if it had `NO_DEADLINE_S`. So every prompt has a rank that does not
-move, and after some time all arriving prompts have later ranks, whatever their priority: no prompt starves.
+A prompt without a deadline counts as due after `NO_DEADLINE_S`. So every prompt has a rank that does not
+change, and after some time all arriving prompts have later ranks, whatever their priority: no prompt starves.
 
 Prompts of one priority without deadlines share their turns fairly between tenants and answers
 (`workers.execution.fair_order`).
 
-A prompt stays WAITING while an admitted prompt before it computes blocks with which both begin. Afterwards it
-finds these blocks in the pool: all, or as many as were stored when the other prompt was aborted. Admitted
+A prompt stays WAITING while an admitted prompt before it computes blocks of their common prefix.
+Afterwards it finds these blocks in the pool; only some of them if the admitted prompt was aborted. Admitted
 prompts never wait for other prompts, so there is no deadlock.
 
 A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.
@@ -72,7 +72,7 @@ class QueuedPrompt(PromptProgress):
     arrival: int
     flow: Flow = _UNNAMED
     shares_turns: bool = False
-    """Whether the prompt has no deadline, and shares turns with others without one."""
+    """Whether the prompt shares turns with others: those of its priority that have no deadline either."""
     num_reusable: int = 0
     """The expected number of tokens that need no computation; it counts until the prompt is READY."""
     block_keys: Sequence[BlockKey] = ()
@@ -121,8 +121,8 @@ class PrefillQueue:
     """All prompts of an instance that are not completely computed.
 
     A pass has at most `prefill_chunk` tokens, rounded down to a multiple of `multiple`. Further prompts join
-    the first one's pass up to `saturating_tokens` in all (default: `prefill_chunk`). From there on a larger
-    pass computes no more tokens a second, and its prompts would only wait for one another.
+    the first one's pass up to `saturating_tokens` in all (default: `prefill_chunk`). A pass with more tokens
+    would compute no more tokens a second, and its prompts would only wait for one another.
 
     `block_size`: tokens of a block of `block_keys`.
 
@@ -220,10 +220,10 @@ class PrefillQueue:
     def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
         """Return the first WAITING prompt, unless the prompts before it fill the next passes.
 
-        Prompts that wait for blocks which another one computes are passed over.
+        Prompts that wait for blocks which another prompt computes are passed over.
 
-        `admitted` is a prompt that waits for its memory, which may take long. Then the returned prompt must
-        come before it, be of a tenant with little to compute, and take little memory.
+        `admitted` is a prompt that waits for its memory, which may take long. With `admitted`, the returned
+        prompt must come before it, be of a tenant with little to compute, and take little memory.
         """
         num_ahead = 0
         computing = list(self._storing)
@@ -242,12 +242,13 @@ class PrefillQueue:
         return None
 
     def _computes_for(self, prompt: QueuedPrompt, other: QueuedPrompt) -> bool:
-        """Return whether a prompt computes blocks for which another one waits."""
+        """Return whether `prompt` computes blocks for which `other` waits."""
         num_blocks = self._num_blocks_worth_waiting
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
     def plan(self) -> list[QueuedChunk]:
-        """Return the chunks of the next pass: as many tokens as fit of each prompt in turn; maybe none.
+        """Return the chunks of the next pass: of each prompt in turn as many tokens as fit. There may be
+        none.
 
         If the first prompts in order are of tenants with little to compute, the pass has only these prompts.
         """
@@ -266,11 +267,10 @@ class PrefillQueue:
         return self._charged(self._plan_light(running))
 
     def _plan_light(self, running: Collection[QueuedPrompt]) -> list[QueuedChunk]:
-        """Return the first READY prompts in order, up to one of `running`, as long as they may share a short
-        pass.
+        """Return the leading READY prompts that may share a short pass, up to the first prompt of `running`.
 
         The pass has at most `saturating_tokens`, and only whole prompts of tenants with little to compute.
-        Prompts of a tenant with more to compute would make the pass longer and end no sooner.
+        Prompts of a tenant with more to compute would make the pass longer, and would not end sooner.
         """
         chunks, room = list[QueuedChunk](), self._saturating_tokens
         for prompt in self._in_order():

@@ -46,8 +46,7 @@ class PrefillRunner:
         self._job_of: dict[QueuedPrompt, PrefillJob] = {}
         self._job_ids = itertools.count(1)
         self._admitting: list[QueuedPrompt] = []
-        """Prompts that wait for memory: one, and a small one beside it unless a stage behind keeps the
-        order."""
+        """Prompts that wait for memory: one, and beside it a small one where passes can cut in."""
         self._ready = asyncio.Event()
         self._unanswered: set[Ref] = set()
         """Orders whose result the Conductor has not been told yet."""
@@ -68,7 +67,8 @@ class PrefillRunner:
         return [Held(ref, HeldStep.PROMPT) for ref in self._jobs.going_on if ref in self._unanswered]
 
     async def hear(self, message: AboutJob) -> None:
-        """Handle a message of later stages; one of an earlier round, or of an ended prompt, is dropped."""
+        """Handle a message of later stages. Messages of earlier rounds, or about ended prompts, are
+        dropped."""
         self._stage.hear(message)
         job = self._stage.jobs.get(message.job_id)
         match message:
@@ -204,7 +204,7 @@ class PrefillRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute_with_cut_ins(self, chunks: Sequence[QueuedChunk]) -> None:
-        """Compute one pass; prompts that `plan_cut_in` names are computed between two of its layers."""
+        """Compute one pass, and between two of its layers the prompts that `plan_cut_in` names."""
         async with asyncio.TaskGroup() as passes:
             running = passes.create_task(self._compute(chunks))
             running.add_done_callback(lambda _: self._ready.set())

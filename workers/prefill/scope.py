@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class FailureScope:
-    """A context, `async with scope:`, that raises the error given to `fail`, once, wherever its task waits.
+    """A context, `async with scope:`, in whose task another task raises an error by `fail`.
 
     It works like `asyncio.timeout`: the task is cancelled, and the cancellation becomes the error at the end.
     """
@@ -19,7 +19,7 @@ class FailureScope:
         self._error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """Make the scope fail with `error`. Idempotent; later errors and those after the end are ignored."""
+        """Make the scope fail with `error`. Only the first error counts, and none after the scope's end."""
         if self._error is None and self._task is not None:
             self._error = error
             self._task.cancel()

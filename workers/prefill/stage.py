@@ -2,8 +2,9 @@
 (Mooncake, sections 3, 5).
 
 An instance of one stage has all layers. In a pipeline each stage reserves, loads, computes, stores and sends
-the KVCache of its own layers, and hands hidden states on to the next one (`next_stage`). In a tensor-parallel
-group each rank does so with its own KV heads, and computes each pass with the others (`followers`).
+the KVCache of its own layers, and hands hidden states on to the next stage (`next_stage`). In a
+tensor-parallel group each rank does so with its own KV heads, and computes each pass with the others
+(`followers`).
 
 Owns: the stage's prompts, their pages. Does not know: which prompt goes first, which stage leads.
 """
@@ -116,7 +117,7 @@ class Stage:
     async def serving(self, job: PrefillJob) -> AsyncIterator[None]:
         """Make a context in which a prompt is served.
 
-        The prompt's memory is released at the end, after a failure in later stages too.
+        The prompt's memory is released at the end, even if later stages have failed.
         """
         self.jobs[job.job_id] = job
         try:
@@ -144,11 +145,11 @@ class Stage:
     async def admit(self, job: PrefillJob) -> None:
         """Allocate the prompt's memory, in all stages at the same time.
 
-        Layers committed from then on are sent.
+        Layers that are committed afterwards are sent to the decode side.
 
         Several stages admit prompts one after the other in the same order, so no two prompts wait for each
         other's memory. Within one stage all prompts get pool pages first, and then device pages; in a
-        tensor-parallel group it is the other way round.
+        tensor-parallel group all prompts get device pages first.
         """
         order = job.order
         if self._next is None:  # the first token is drawn here
@@ -210,8 +211,8 @@ class Stage:
     async def sent(self, job: PrefillJob) -> None:
         """Wait until the decode side has the prompt's blocks of this stage and later ones.
 
-        Raises TransferError if they do not get there. While this waits, a stage of a pipeline can still tell
-        the stages before it that the prompt has failed.
+        Raises TransferError if the blocks do not get there. While this waits, a stage of a pipeline can still
+        tell the stages before it that the prompt has failed.
         """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
@@ -249,7 +250,7 @@ class Stage:
     async def _allocate(self, num_pages: int) -> list[int]:
         """Return device pages, waiting until other prompts release theirs.
 
-        Raises OutOfPages if these are not enough.
+        Raises OutOfPages if there are too few when no other prompt has any.
         """
         kv = self._executor.kv
         while kv.num_free_pages < num_pages and any(job.device_pages for job in self.jobs.values()):
@@ -284,8 +285,9 @@ class Stage:
 
         Tokens of aborted prompts are computed too, as long as other prompts need the pass.
 
-        `hidden` are the states `[T, hidden_size]` of the stage before, None in the first one. With `cuts_in`
-        the pass is computed between two layers of another pass, which shares no prompt with this one.
+        `hidden` are the states `[T, hidden_size]` of the stage before; None in the first stage. With
+        `cuts_in` the pass is computed between two layers of another pass, which shares no prompt with this
+        one.
         """
         assert not cuts_in or self.can_cut_in
         run = self._executor.cut_in if cuts_in else self._executor.run
@@ -368,7 +370,7 @@ class Stage:
     def _first_tokens(
         self, jobs: Sequence[PrefillJob], ends: dict[int, int], hidden: torch.Tensor
     ) -> list[FirstToken | None]:
-        """Return the first token of each prompt that ends with this pass; None for others."""
+        """Return the first token of each prompt that ends with this pass, and None for every other prompt."""
         tokens: list[FirstToken | None] = [None] * len(jobs)
         if ends:
             requests = [jobs[index].order.request for index in ends]

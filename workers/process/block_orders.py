@@ -28,7 +28,7 @@ class BlockOrders:
         self._pool, self._behind, self._group = pool, behind, group
 
     def obey(self, order: BlockOrder) -> None:
-        """Begin an order as a task, as blocks may have to come from disk or from another instance."""
+        """Begin an order as a task: it takes long if blocks come from disk or from another instance."""
         self._group.create_task(self._carry_out(order))
 
     async def _carry_out(self, order: BlockOrder) -> None:

@@ -55,8 +55,7 @@ from workers.process.unheard import UnheardPrompts
 
 HEARTBEATS_PER_TIMEOUT = 5
 HEARTBEATS_MISSED = 2.5
-"""Heartbeat intervals without a message of the Conductor after which a retiring worker no longer waits for
-it."""
+"""Heartbeat intervals of the Conductor's silence after which a retiring worker no longer waits for it."""
 POLL_S = 0.05
 LEAVE_S = 0.5
 """Seconds in which the last messages may leave."""
@@ -95,7 +94,7 @@ class ConductorLink:
             leaders, identity, ToWorker, process.cluster_key
         )
         self._epoch = 0
-        """Epoch of the Conductor with which this session was registered last; 0: with none."""
+        """Epoch of the Conductor with which this session was registered last; 0 before the first."""
         self._num_connections = 0
         """The number of connections to Conductors so far, when the latest one answered the registration."""
         self._unheard = UnheardPrompts()
@@ -178,7 +177,7 @@ class ConductorLink:
             raise SessionLostError(str(error)) from None
 
     def _register_again(self) -> None:
-        """Make `beat` register again, with the requests that go on in this session."""
+        """Make `beat` register again, with the requests of this session that go on."""
         self._status.is_registered = False
         self._must_register.set()
 
@@ -188,7 +187,7 @@ class ConductorLink:
         take_held: Callable[[], list[Held]],
         heartbeat: Callable[[dict[str, PoolStats]], Awaitable[Heartbeat]],
     ) -> None:
-        """Register, then send heartbeats. Both also check whether the Conductor answers.
+        """Register, then send heartbeats, and check each time whether the Conductor answers.
 
         `take_held` returns the requests that go on under another Conductor, and stops all others. `heartbeat`
         gets the counters of the first worker's pool, by its messenger's name.
@@ -231,8 +230,8 @@ class ConductorLink:
                 await self._send_beat()
 
     def _renewed(self, registration: Register, held: list[Held]) -> Register:
-        """Return a registration with the epoch of the Conductor that knew this session, and the session's
-        requests that go on."""
+        """Return a registration with the epoch of the Conductor that knew this session, and with the requests
+        that go on."""
         num_connections = max(1, self._conductor.num_connections)
         return msgspec.structs.replace(
             registration, epoch=self._epoch, held=held, num_connections=num_connections

@@ -33,8 +33,7 @@ from mooncake.security.waiting_peers import WaitingPeers
 MOST_CONNECTIONS = 8
 _CLIENT_TIMEOUT_S = 5.0
 _KEPT_S = 0.1
-"""Seconds for which the text is cached. Scrapes need no key, so constant scraping must take little from the
-computation beside it."""
+"""Seconds for which the text is cached. Scrapes need no key, so even constant scraping must cost little."""
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ class _Metrics:
         self._text, self._made_s = b"", -math.inf
 
     def text(self) -> bytes:
-        """Return the text, at most `_KEPT_S` old and of the latest report."""
+        """Return the text of the latest report, at most `_KEPT_S` seconds old."""
         with self._lock:
             now_s, report = time.monotonic(), self._status.report
             if now_s > self._made_s + _KEPT_S or report is not self._report:

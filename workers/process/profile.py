@@ -1,7 +1,7 @@
 """The profiler of a device: `python -m workers.process.profile`, started by `mooncake-serve profile`.
 
-It computes as a worker does, without other processes: prompts in passes of `worker.prefill_chunk` tokens
-behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports each duration.
+The profiler computes as a worker does, without other processes: prompts in passes of `worker.prefill_chunk`
+tokens behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports each duration.
 
 Owns: the measurements. Does not know: how they are used.
 """
@@ -24,7 +24,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (64, 512, 2048, 8192)
 NUM_RUNS = 5
 LONGEST_S = 2.0
-"""Seconds above which a size is measured only once, and larger sizes not at all."""
+"""The most seconds of a run. A slower size is measured only once, and larger sizes are not measured."""
 TOKEN_ID = 1
 
 

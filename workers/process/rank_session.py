@@ -1,4 +1,4 @@
-"""The session of a later rank: its messenger, the first rank, and the process group.
+"""The session of a later rank with its messenger, the first rank and the process group.
 
 Owns: the rank's connections. Does not know: how requests are computed, the Conductor.
 """

@@ -1,9 +1,9 @@
 """The end of a worker without losing requests: by SIGTERM, or by an operator's order to the Conductor.
 
 After SIGTERM the worker tells the Conductor (`Retire`), which places no more requests here and moves queued
-ones away. When no request is left, the Conductor answers `Retired`. The Conductor sends `Retired` too when an
-operator has drained the instance, and then says that the instance leaves for good. The process waits until
-the messenger has sent its KVCache. SIGINT ends the process at once.
+ones away. When no request is left, the Conductor answers `Retired`. The Conductor also sends `Retired` when
+an operator has drained the instance; this message says that the instance leaves for good. The process waits
+until the messenger has sent its KVCache. SIGINT ends the process at once.
 
 Owns: when the process may end. Does not know: requests, how a process stops (`mooncake.node.process`).
 """

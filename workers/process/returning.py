@@ -18,8 +18,8 @@ from mooncake.node.lives import ProcessEnd
 from mooncake.node.process_config import WorkerProcess
 
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds for which the Conductor's answer is awaited. Later the Conductor would blame no request any
-more."""
+"""Seconds for which the Conductor's answer is awaited. Afterwards the Conductor would blame no request in any
+case."""
 log = logging.getLogger(__name__)
 
 

@@ -1,7 +1,7 @@
 """The session of an instance's first worker with its messenger and the Conductor.
 
-The session lasts until messenger or worker ends, or no Conductor is left. If another Conductor takes the
-place of the first, it is told of the requests with which this session goes on.
+The session lasts until messenger or worker ends, or no Conductor is left. A Conductor that takes the place of
+the first one is told of the requests with which this session goes on.
 
 Owns: the worker's connections and the loop that reads orders. Does not know: how requests are computed.
 """
@@ -174,8 +174,10 @@ class LeaderSession:
             yield
 
     async def _leave_when_a_rank_is_lost(self) -> None:
-        """Deregister from the Conductor as soon as a rank is lost, as the session may end late, in a pass
-        that needs the rank."""
+        """Deregister from the Conductor as soon as a rank is lost.
+
+        The session may end later, when a pass that needs the rank has given up.
+        """
         if self._followers is not None:
             await self._followers.lost.wait()
             with contextlib.suppress(SessionLostError):
@@ -228,7 +230,7 @@ class LeaderSession:
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
         """Return the wait queue of prompts.
 
-        In a pipeline a pass has as many times more tokens as there are stages.
+        In a pipeline of X stages a pass may have X times as many tokens.
 
         Where layers are loaded again, here or in another stage, passes end with whole blocks.
         """

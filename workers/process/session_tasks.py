@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     """Make a context with a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, however many tasks fail: `ConfigError` or `EngineLostError` if there is one, as another
-    session would fail too; else `SessionLostError`.
+    Raises one error, however many tasks fail. `ConfigError` and `EngineLostError` go first, as another
+    session would fail with them too; without these it is `SessionLostError`.
     """
     ended_by: Exception | None = None
     try:
@@ -46,7 +46,7 @@ async def end_beside(task: asyncio.Task[None]) -> None:
 
 
 def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
-    """Return the first error in nested groups."""
+    """Return the first error in a group, which may contain further groups."""
     first = errors.exceptions[0]
     return _first_of(first) if isinstance(first, ExceptionGroup) else first
 

@@ -1,4 +1,4 @@
-"""The session of a later stage: its messenger, the stage before and the one behind.
+"""The session of a later stage with its messenger, the stage before and the stage behind.
 
 Owns: the stage's connections. Does not know: how requests are computed, the Conductor.
 """
@@ -33,7 +33,7 @@ LINGER_S = 0.5
 
 
 class StageSession:
-    """A later stage's session, which runs until messenger or a neighbour is lost.
+    """A later stage's session, which runs until the messenger or a neighbouring stage is lost.
 
     `layout` is the whole model's.
     """

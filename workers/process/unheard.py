@@ -18,7 +18,7 @@ class UnheardPrompts:
 
     def __init__(self) -> None:
         self._told: deque[tuple[int, Prefilled]] = deque()
-        """First tokens, each with the number of heartbeats sent before it."""
+        """Messages with first tokens, each with the number of heartbeats sent before it."""
         self._num_beats = 0
         self._num_answered = 0
 

@@ -1,5 +1,4 @@
-"""The attempts of one session of a vLLM instance: a task for each, whose failure is reported to the
-Conductor.
+"""The attempts of one session of a vLLM instance, each a task whose failure is reported to the Conductor.
 
 Owns: what becomes of errors. Does not know: prefill, decode.
 """

@@ -1,8 +1,8 @@
 """The blocks in vLLM's own prefix cache, from its KV events (version 0.32).
 
-vLLM names blocks by hashes of its own. The key that our requests have for a block is derived again from the
-block's tokens and the key before; the key of a first block from the root key, with which the server salts
-each prompt. Blocks whose keys cannot be derived are left out, which costs a hit.
+vLLM names blocks by hashes of its own. The key that our requests have for a block is derived again, from the
+block's tokens and the key of the block before. The key before a first block is the root key, with which the
+server salts each prompt. A block whose key cannot be derived is left out, at the cost of a hit.
 
 Owns: vLLM's event structs, the order of batches, the key of each hash. Does not know: sockets.
 """
@@ -74,8 +74,8 @@ class CachedBlocks:
         """Apply a batch of events, and return the changes.
 
         Returns:
-            The changes; none for a batch that was received before. None if earlier batches are missing, which
-            are to be replayed or skipped first.
+            The changes; an empty list for a batch that was received before. None if earlier batches are
+            missing: they must be replayed or skipped first.
         """
         if sequence > self.next_sequence:
             return None

@@ -15,22 +15,22 @@ from mooncake.node.process_config import WorkerProcess
 MODEL = "model"
 """The name under which the server has its model."""
 CHUNK_TOKENS = 2048
-"""The most prompt tokens that vLLM's server computes in a step by default, beside the tokens that it
+"""The default of the most prompt tokens that vLLM's server computes in a step, beside the tokens that it
 decodes."""
 _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"
 _OTHERWISE = (_EXECUTOR, "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-"""The options by which the user chooses another executor, or ranks, which need another executor."""
+"""The options by which the user chooses another executor, or several ranks, which need another executor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
     """The way in which vLLM for CPUs computes: in its engine's process, with the threads of this instance.
 
-    By default vLLM computes in a process of its own behind the engine, which can be bound to cores. While
-    either process works the other one polls: this takes a second core, or half of the time of a single one.
-    So vLLM computes in the engine's process here, unless the environment binds it to cores.
+    By default vLLM computes in a separate process behind the engine's, which can be bound to cores. While
+    one of the two processes works, the other one polls: this takes a second core, or half of the time of a
+    single core. So vLLM computes in the engine's process here, unless the environment binds vLLM to cores.
     """
 
     environment: dict[str, str]

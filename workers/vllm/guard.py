@@ -1,8 +1,8 @@
 """A command that ends with the process that started it: `python -m workers.vllm.guard COMMAND...`.
 
-The command and its processes are a session of their own. They end when stdin closes, which it does when the
-process at its other end is killed. However they end, their shared memory and semaphores of Python's
-`multiprocessing` are removed with them, and so are the entries of Intel's OpenMP in shared memory.
+The command and its processes are a session of their own. They end when stdin closes, as it also does when the
+process at the other end of the pipe is killed. However they end, their shared memory and semaphores of
+Python's `multiprocessing` are removed with them, and so are the entries of Intel's OpenMP in shared memory.
 
 Owns: the end of these processes. Does not know: their work.
 """
@@ -19,8 +19,9 @@ from pathlib import Path
 from workers.vllm.processes import members
 
 GRACE_S = 2.0
-"""Seconds that the command has to end its own processes. A worker has longer to end
-(`mooncake.node.process.STOP_DEADLINE_S`). A vLLM that starts does not end by itself while it compiles."""
+"""Seconds that the command has to end its own processes; then they are killed. A worker has longer to end
+(`mooncake.node.process.STOP_DEADLINE_S`). A vLLM that is starting does not end by itself while it
+compiles."""
 TRACKER_S = 5.0
 """Seconds that resource trackers have to clean up after killed processes."""
 _POLL_S = 0.02
@@ -52,8 +53,10 @@ def _end_with_stdin(command: "subprocess.Popen[bytes]") -> None:
 
 
 def _unregister_ended(folder: Path) -> None:
-    """Remove OpenMP's registrations in `folder` of this user's processes that have ended, as killed processes
-    leave them behind."""
+    """Remove from `folder` OpenMP's registrations of this user's ended processes.
+
+    Killed processes leave such registrations behind.
+    """
     for path in folder.glob(f"{_OPENMP}*_{os.getuid()}"):
         pid = path.name.removeprefix(_OPENMP).partition("_")[0]
         if not Path("/proc", pid).exists():
@@ -61,8 +64,10 @@ def _unregister_ended(folder: Path) -> None:
 
 
 def _kill(group: int) -> None:
-    """Kill a process group, its resource trackers last: each unlinks what the other processes have left in
-    /dev/shm."""
+    """Kill a process group, its resource trackers last.
+
+    The trackers first unlink what the other processes have left in /dev/shm.
+    """
     deadline_s = time.monotonic() + TRACKER_S
     while (left := members(group)) and time.monotonic() < deadline_s:
         for process in left:

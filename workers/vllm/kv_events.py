@@ -1,4 +1,4 @@
-"""The follower of a vLLM server's KV events: batches in order and once, missing ones replayed.
+"""The follower of a vLLM server's KV events: each batch once and in order, missing batches after a replay.
 
 Owns: the sockets, replays. Does not know: the contents of events.
 """
@@ -60,7 +60,7 @@ class KVEventFollower:
                 await tell(changes)
 
     async def _replayed(self) -> list[Change]:
-        """Request the missing batches, and return their changes; none without an answer."""
+        """Request the missing batches, and return their changes; an empty list without an answer."""
         await self._replay.send_multipart([b"", self.blocks.next_sequence.to_bytes(8, "big")])
         changes: list[Change] = []
         with contextlib.suppress(TimeoutError):

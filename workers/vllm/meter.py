@@ -17,11 +17,11 @@ class DecodeMeter:
 
     def __init__(self) -> None:
         self.num_inlined = self.num_not_inlined = 0
-        """Prompts that this vLLM has computed beside decoding, and prompts that prefill instances have
-        computed for it."""
+        """The numbers of prompts that this vLLM has computed beside decoding, and of prompts that prefill
+        instances have computed for it."""
         self._num_prompt_tokens = self._num_computed = 0
-        """Prompt tokens that vLLM has computed beside decoding, and all that it has computed since its
-        start."""
+        """The numbers of prompt tokens that vLLM has computed beside decoding, and of all prompt tokens that
+        it has computed since its start."""
         self._num_iterations = self._num_tokens = 0
         self._seconds = 0.0
         self._in_iteration: dict[Ref, int] = {}
@@ -42,8 +42,11 @@ class DecodeMeter:
             self._began_s = now_s
 
     def left(self, ref: Ref) -> None:
-        """Record that a request has ended. Without another request in the present iteration, the iteration
-        is not measured, as the engine may be idle."""
+        """Record that a request has ended.
+
+        If no request is left in the present iteration, the iteration is not measured, as the engine may be
+        idle.
+        """
         self._in_iteration.pop(ref, None)
         if not self._in_iteration:
             self._began_s = None
@@ -51,7 +54,7 @@ class DecodeMeter:
     def computed(self, num_tokens: int, *, as_decode: bool) -> None:
         """Record that vLLM has computed `num_tokens` prompt tokens since its start.
 
-        `as_decode`: whether it has computed those since the previous call beside decoding.
+        `as_decode`: whether the prompt tokens since the previous call were computed beside decoding.
         """
         if as_decode:
             self._num_prompt_tokens += num_tokens - self._num_computed

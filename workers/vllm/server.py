@@ -42,9 +42,9 @@ _SERVED = {
 }
 """The fields of `SamplingParams` that `completion_body` passes on."""
 _API_NAMES = {"num_logprobs": "logprobs"}
-"""The API's names of those fields that have another name in `SamplingParams`."""
+"""The API's names of the served fields that have another name in `SamplingParams`."""
 _GRAMMAR = "response_format, or a tool call that needs a grammar,"
-"""The fields that ask for a grammar, in words: `SamplingParams.grammar` is no field of the API."""
+"""The API's fields that ask for a grammar, in words for errors about `SamplingParams.grammar`."""
 
 
 class _Choice(msgspec.Struct):
@@ -72,8 +72,7 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of an answer; after the last of them, an output with the number of prompt tokens that were
-    not computed."""
+    """New tokens of an answer or, after the last one, the number of prompt tokens not computed."""
 
     token_ids: list[int]
     num_cached_tokens: int = 0
@@ -124,10 +123,10 @@ class VllmServer:
         """Yield at most `num_tokens` tokens that follow `token_ids`, then the number of prompt tokens that
         were not computed.
 
-        `request` has the parameters. The server stops when the iterator is closed.
+        `request` has the sampling parameters. The server stops when the iterator is closed.
 
-        Raises RequestError if the server refuses the request. Raises AnswerLostError if it does not complete
-        the answer, EngineLostError if its engine is not healthy either.
+        Raises RequestError if the server refuses the request, and AnswerLostError if the server does not
+        complete the answer, or EngineLostError instead if its engine is not healthy.
         """
         body = completion_body(request, token_ids, num_tokens)
         clock = asyncio.get_running_loop().time

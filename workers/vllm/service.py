@@ -1,7 +1,7 @@
 """The worker of an instance whose engine is vLLM: `python -m workers.vllm.service`.
 
-It runs vLLM's server, and ends when the server ends; then the supervisor starts both again. Its model, layout
-and keys are those of this project's own workers, so both kinds may serve in one cluster.
+The worker runs vLLM's server, and ends when the server ends; then the supervisor starts both again. Model,
+layout and keys are those of this project's own workers, so both kinds of workers may serve in one cluster.
 
 Owns: the process. Does not know: orders.
 """
