@@ -142,7 +142,7 @@ class LayersOwner(_LayersMailbox):
     def take(self, number: int) -> torch.Tensor:
         """Return the hidden states that leave the layers of a pass, `[T, hidden_size]`. Blocks.
 
-        Raises HelperLost, and after one HelperLost again for each later pass.
+        Raises HelperLost, and then again for each later pass.
         """
         num_tokens = self._asked.pop(number)
         if self.is_closed or not self._code.await_answer(self._address, c_uint32(number), self._timeout_ms):

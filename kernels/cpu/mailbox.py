@@ -55,7 +55,7 @@ class Mailbox:
             )
 
     def _show(self, offset: int, num_bytes: int) -> None:
-        """Copy bytes that this side has written to the other side, if the two share no memory."""
+        """Send these bytes of the mailbox to the other side, if the two sides share no memory."""
         self._code.show_bytes(self._address, *self._span(offset, num_bytes))
 
     def _begin_pass(self, offset: int, num_bytes: int) -> None:

@@ -30,7 +30,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def _rms_norm(
     x, residual, weight, out, eps, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """Compute the norm of one row: with a residual, that of the rounded sum, which is written too."""
+    """Compute the norm of one row. With a residual, the sum is rounded and written first."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < NUM_COLUMNS

@@ -59,7 +59,7 @@ def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> L
 
 
 def has_room(device: torch.device) -> bool:
-    """Return whether programs fit into the device's shared memory. Triton refuses to launch others."""
+    """Return whether programs fit into the device's shared memory, as Triton launches no larger ones."""
     if device.type != "cuda":
         return True  # interpreted
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

@@ -215,7 +215,7 @@ class DeviceKVCache:
     def has_whole(self, layer: int) -> bool:
         """Return whether this process has mapped memory with whole pages of `layer`.
 
-        It has not if heads are moved, or if the layer is with a helper on another host.
+        False if heads are moved, or if the layer is with a helper on another host.
         """
         return self.moved is None and not self.layer(layer).is_meta
 
@@ -226,7 +226,7 @@ class DeviceKVCache:
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Return copies of `pages` (int64 `[n]`) of one layer: `[n, len(kv_heads), 2, page_size,
-        head_dim]`. Raises TransferError if a helper on another host that has them is lost."""
+        head_dim]`. Raises TransferError if they are at a lost helper on another host."""
         if self.hosted is not None and self.hosted.remote is not None and layer in self.hosted.layers:
             return self.hosted.remote.read_layer(layer - self.hosted.layers.start, pages)
         kept = gather_pages(self.layer(layer), pages)

@@ -173,7 +173,7 @@ class Followers:
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Pass a message on when all followers have sent it, but a failure at once."""
+        """Pass a message on when all followers have sent it, but `Unusable` and `StageFailed` at once."""
         if isinstance(message, Unusable | StageFailed):
             await hear(message)
             return

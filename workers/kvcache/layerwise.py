@@ -77,14 +77,14 @@ class PassPart:
     storing: deque[Future[None]] = field(default_factory=deque)
     is_dropped: bool = False
     load_wait_s: float = 0.0
-    """Seconds for which the pass has waited for loads, of whichever of its parts."""
+    """Seconds for which the whole pass has waited for loads, those of other parts included."""
 
 
 class LayerTransfers:
-    """The loads and stores of all passes: loads in their order, and beside them stores in theirs.
+    """The loads of all passes, in order, and beside them the stores, in order.
 
-    Without `overlap` a load or store is complete when its launch returns. `window` is
-    `DeviceKVCache.window` of the device's KVCache, at least 2.
+    Without `overlap` a load or store is complete when its launch returns. `window`: the
+    `DeviceKVCache.window`; None, or at least 2.
     """
 
     def __init__(self, copies: LayerCopies, *, overlap: bool, window: int | None = None) -> None:

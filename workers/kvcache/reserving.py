@@ -10,7 +10,7 @@ from mooncake.messages.requests import Request
 
 
 async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:
-    """Reserve pages for a prompt, blocks that the pool holds already included. Waits for room.
+    """Reserve a prompt's pages: those of blocks in the pool, and new ones. Waits for room.
 
     Nothing stays reserved if the call is cancelled or raises.
     """

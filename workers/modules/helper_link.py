@@ -33,7 +33,7 @@ from workers.modules.remote_pages import PagesClient
 from workers.modules.shared_parts import shared_part
 
 _Connected = tuple[socket.socket, MovedHeads | HostedLayers, int]
-"""The connection whose end also ends the hosting, the hosted part, and the part's number of pages."""
+"""A connection, the hosted part, and its number of pages. The hosting ends with the connection."""
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds in which the helper must answer, after allocating the memory."""
 _END_TIMEOUT_S = 10.0

@@ -53,8 +53,9 @@ class PagesShape:
 
 
 class PagesClient:
-    """The owner's end (`workers.engine.kvcache.RemotePages`). Threads may share it; calls wait for each
-    other.
+    """The owner's end (`workers.engine.kvcache.RemotePages`).
+
+    Any thread may call its methods; calls wait for each other.
 
     All calls raise TransferError once the helper cannot be reached, or takes nothing for `timeout_s`.
     """

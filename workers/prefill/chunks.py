@@ -22,8 +22,10 @@ Measured on CPUs.
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The costs of a layer in any unit: n tokens behind p earlier ones take `n * (token + pair * (p + n /
-    2))`."""
+    """The costs of a layer, in any unit.
+
+    n tokens behind p earlier tokens cost `n * (token + pair * (p + n / 2))`.
+    """
 
     token: float
     """The cost of one token at any position."""

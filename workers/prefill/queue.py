@@ -12,8 +12,8 @@ change, and after some time all arriving prompts have later ranks, whatever thei
 Prompts of one priority without deadlines share their turns fairly between tenants and answers
 (`workers.execution.fair_order`).
 
-A prompt stays WAITING while an admitted prompt before it computes blocks of their common prefix.
-Afterwards it finds these blocks in the pool; only some of them if the admitted prompt was aborted. Admitted
+A prompt stays WAITING while an admitted prompt before it computes blocks of their common prefix. Afterwards
+the prompt finds these blocks in the pool, or only some of them if the admitted prompt was aborted. Admitted
 prompts never wait for other prompts, so there is no deadlock.
 
 A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.

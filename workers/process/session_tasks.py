@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     """Make a context with a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, however many tasks fail. `ConfigError` and `EngineLostError` go first, as another
-    session would fail with them too; without these it is `SessionLostError`.
+    Raises one error, however many tasks fail: a `ConfigError` or `EngineLostError` if there is one, as
+    another session would fail with it too. Otherwise the error is a `SessionLostError`.
     """
     ended_by: Exception | None = None
     try:

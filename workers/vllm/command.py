@@ -15,7 +15,7 @@ from mooncake.node.process_config import WorkerProcess
 MODEL = "model"
 """The name under which the server has its model."""
 CHUNK_TOKENS = 2048
-"""The default of the most prompt tokens that vLLM's server computes in a step, beside the tokens that it
+"""The default limit of the prompt tokens that vLLM's server computes in a step, beside the tokens that it
 decodes."""
 _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"

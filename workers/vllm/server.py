@@ -125,8 +125,8 @@ class VllmServer:
 
         `request` has the sampling parameters. The server stops when the iterator is closed.
 
-        Raises RequestError if the server refuses the request, and AnswerLostError if the server does not
-        complete the answer, or EngineLostError instead if its engine is not healthy.
+        Raises RequestError if the server refuses the request. If the server does not complete the answer, the
+        error is EngineLostError when the engine is not healthy, and AnswerLostError when it is.
         """
         body = completion_body(request, token_ids, num_tokens)
         clock = asyncio.get_running_loop().time

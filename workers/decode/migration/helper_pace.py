@@ -12,7 +12,8 @@ from typing import NamedTuple
 from workers.decode.tbt_slo.tbt import TBTPredictor
 
 WINDOW_S = 10.0
-"""Seconds of a window, whose iterations are judged together; longer until it has `MIN_ITERATIONS`."""
+"""Seconds of a window, whose iterations are judged together. A window with fewer than `MIN_ITERATIONS` lasts
+longer."""
 MIN_ITERATIONS = 32
 LATE_SHARE = 0.9
 """The share of a window's iterations that have to exceed the TBT SLO for the helper to be too slow."""

@@ -163,7 +163,7 @@ class Rearranger:
         self._kv.take_memory_beside()
 
     async def beside(self, call: Callable[[], None]) -> None:
-        """Run a blocking call while iterations go on. The call ends before this does, even if cancelled."""
+        """Run a blocking call while iterations go on. This returns after the call, even if cancelled."""
         await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call))
 
     def hold(self) -> None:

@@ -47,8 +47,8 @@ class DoubleCheck:
     ) -> None:
         """Wait until the sequence may join the batch: first come, first served.
 
-        Raises TooSlowError if the batch is still too large after `time_left_s` seconds. None: if it is too
-        large now.
+        Raises TooSlowError if the batch is still too large after `time_left_s` seconds. None: there is no
+        wait.
         """
         if time_left_s is not None:
             with contextlib.suppress(TimeoutError), self._waiting():
