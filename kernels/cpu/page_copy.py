@@ -39,7 +39,7 @@ def take_memory(library: Library, tensors: Sequence[torch.Tensor], num_pages: in
 
 
 class PageCopies:
-    """Copies of pages from each first tensor of `parts` to the second one.
+    """Copies of pages, from the first to the second tensor of each of `parts`.
 
     Both tensors of a part have one dtype and the shape `[num_pages, ...]`, in which only the numbers of pages
     may differ. The elements of a page lie in one piece; pages may lie apart.

@@ -1,4 +1,4 @@
-"""The gate of an MLP: `silu(gate) * up`, where one product has made both.
+"""The gate of an MLP: `silu(gate) * up`, where both factors are halves of one product.
 
 Bytes moved: 3 numbers for each element of the result.
 

@@ -117,7 +117,7 @@ class DeviceKVCache:
         """Make a cache with all pages free.
 
         `memory`: tensors that have the pages of these layers; None allocates new ones. `owner`: the exchange
-        with the instance for whose sequences the pages are, if that is another one.
+        with another instance, if the pages are for that instance's sequences.
         """
         self.spec, self.layers, self.owner = spec, layers, owner
         self.window = window if window is not None and window < len(layers) else None

@@ -101,8 +101,8 @@ def _draw_filtered(logits: torch.Tensor, limits: DrawLimits, num_ranked: int | N
     descending probability: int64 `[S]`.
 
     Only the `num_ranked` (default: _NUM_LIKELY) most likely tokens are ranked, as sorting a vocabulary takes
-    longer than a step of decoding on a GPU. The others are one rank behind them; rows for which this does not
-    suffice are drawn among all.
+    longer than a step of decoding on a GPU. All other tokens share the rank behind them. Rows for
+    which this does not suffice are drawn among all tokens.
     """
     vocab_size = logits.shape[-1]
     num_ranked = min(num_ranked or _NUM_LIKELY, vocab_size)
@@ -149,7 +149,7 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logpro
     """Return the logprobs of `tokens` [R] by `logits` [R, V] (float32), and of the `num_top` most likely
     tokens.
 
-    The most likely tokens are in descending order, equal ones by id.
+    The most likely tokens are in descending order, equally likely tokens by id.
     """
     values, top_tokens = _rank(logits, num_top)
     log_mass = logits.logsumexp(-1, keepdim=True)

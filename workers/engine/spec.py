@@ -22,7 +22,7 @@ class RopeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Parameters of a `RopeKind`: `factor` for LINEAR and LLAMA3, the others for LLAMA3 only."""
+    """Parameters of a `RopeKind`: `factor` for LINEAR and LLAMA3, the other fields for LLAMA3 only."""
 
     kind: RopeKind = RopeKind.NONE
     factor: float = 1.0

@@ -19,7 +19,7 @@ class LatestStats:
 
     @classmethod
     async def of(cls, pool: WorkerClient) -> "LatestStats":
-        """Return the counters after asking the messenger for the first ones."""
+        """Ask the messenger for its first counters, and return them as a `LatestStats`."""
         return cls(pool, await pool.stats())
 
     async def get(self, timeout_s: float) -> PoolStats:

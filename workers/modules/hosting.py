@@ -1,4 +1,4 @@
-"""The helper's side: pages of modules for owners on this host and on others, and what is computed with them.
+"""The helper's side: pages of modules for owners on this and other hosts, and the computation with them.
 
 Hosted pages take the memory of pages of this instance's own KVCache, which are lent for that time. Each
 hosting has a thread beside the device thread, so that neither waits for the other.

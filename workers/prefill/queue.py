@@ -247,8 +247,7 @@ class PrefillQueue:
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
     def plan(self) -> list[QueuedChunk]:
-        """Return the chunks of the next pass: of each prompt in turn as many tokens as fit. There may be
-        none.
+        """Return the chunks of the next pass, maybe none: of each prompt in turn as many tokens as fit.
 
         If the first prompts in order are of tenants with little to compute, the pass has only these prompts.
         """

@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class FailureScope:
-    """A context, `async with scope:`, in whose task another task raises an error by `fail`.
+    """A context, `async with scope:`, whose task another task can interrupt with an error (`fail`).
 
     It works like `asyncio.timeout`: the task is cancelled, and the cancellation becomes the error at the end.
     """

@@ -94,7 +94,7 @@ class ConductorLink:
             leaders, identity, ToWorker, process.cluster_key
         )
         self._epoch = 0
-        """Epoch of the Conductor with which this session was registered last; 0 before the first."""
+        """Epoch of the Conductor with which this session was registered last; 0 if not yet."""
         self._num_connections = 0
         """The number of connections to Conductors so far, when the latest one answered the registration."""
         self._unheard = UnheardPrompts()

@@ -24,7 +24,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (64, 512, 2048, 8192)
 NUM_RUNS = 5
 LONGEST_S = 2.0
-"""The most seconds of a run. A slower size is measured only once, and larger sizes are not measured."""
+"""The most seconds of a run. A size whose run is slower is measured once, and larger sizes not at all."""
 TOKEN_ID = 1
 
 

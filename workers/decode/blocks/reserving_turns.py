@@ -2,8 +2,8 @@
 
 A reserved prompt holds its pages until its sequence joins the batch, which may be long after its prefill. So
 the prompts of a tenant hold at most a share of the pool, and those of an answer a smaller share. The rest is
-headroom for other tenants, which need not wait until the batch has served all prompts before theirs. Of the
-waiting prompts, the one whose tenant, and then whose answer, holds least goes first; then the oldest.
+headroom for other tenants, which need not wait until the batch has served all prompts before theirs. The next
+prompt is one of the tenant, and then of the answer, that holds the fewest pages; among equals, the oldest.
 
 A waiting prompt counts with pages for all of its blocks: how many of the blocks the pool has is known only
 once they are reserved, as until then they can be evicted.

@@ -1,9 +1,9 @@
 """Inlined prefill: decode iterations carry chunks of prompts (coupled chunked prefill).
 
 The Conductor orders which prompts a decode instance computes itself. Their chunks share iterations with the
-sequences that are decoded, and are as long as the strictest TBT SLO of these sequences allows (Sarathi-Serve,
-OSDI 2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first
-and outside the budget: they are few, and a client waits for the next token.
+sequences that are being decoded, and are as long as the strictest TBT SLO of these sequences allows
+(Sarathi-Serve, OSDI 2024, section 4). The tokens that a migrated request lacks are computed like those of a
+prompt, but first and outside the budget: they are few, and a client waits for the next token.
 
 Prompts of one priority take turns between tenants and answers, as at prefill instances. An iteration leaves
 out the prompts of each tenant that has more than four times as much to compute as the tenant of the first

@@ -29,7 +29,7 @@ class ChunkLimits:
 def prompt_budget(
     limits: ChunkLimits, iteration_s: float | None, token_s: float | None, target_s: float
 ) -> int:
-    """Return how many prompt tokens an iteration may carry beside sequences that are decoded.
+    """Return how many prompt tokens an iteration may carry beside the sequences that it decodes.
 
     This is Sarathi-Serve's token budget (section 4.3), the optimal chunk size C*: the tokens that can be
     computed in the time that the target leaves. Sarathi-Serve profiles a device once; here both terms are

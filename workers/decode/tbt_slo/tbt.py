@@ -98,8 +98,8 @@ class PromptCost:
         self._seconds = self._num_tokens = 0.0
 
     def observe(self, num_tokens: int, added_s: float) -> None:
-        """Record that an iteration with `num_tokens` of prompts took `added_s` seconds longer than one
-        without."""
+        """Record that an iteration with `num_tokens` of prompts took `added_s` seconds longer than
+        without them."""
         self._seconds = PROMPT_DECAY * self._seconds + max(0.0, added_s)
         self._num_tokens = PROMPT_DECAY * self._num_tokens + num_tokens
 
