@@ -7,6 +7,6 @@ certificates  TLS between messengers
 rdma, gpu     devices, access to them, addresses, MTU, memory of GPUs
 network       addresses, ports, buffers
 reachability  the way to another messenger
-probe         who answers there
+probe         a client that asks the other messenger
 cli           which checks, and what a person sees
 """

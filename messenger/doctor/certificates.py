@@ -1,4 +1,4 @@
-"""Checks of TLS between messengers: whether the files of this node go together, and are good now.
+"""Checks of TLS between messengers: whether this node's files belong together and are valid now.
 
 Owns: these checks. Does not know: the certificates of other nodes.
 """

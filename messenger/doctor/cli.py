@@ -55,8 +55,10 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0 if no check failed, 1 if one did; ends with 2 for wrong
-    use."""
+    """Run the command. Returns the exit code: 0 if no check failed, 1 if a check failed, 130 after Ctrl-C.
+
+    Raises SystemExit with code 2 for wrong use.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.config is not None and not options.config.is_file():
@@ -92,7 +94,7 @@ def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
 
 
 def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file: Path | None) -> list[Check]:
-    """Return all checks. Checks on which others depend come first."""
+    """Return all checks. A check comes after the checks on which it depends."""
     sources = sorted(SOURCES.glob("*.cpp"))
     here = [
         Check("python", partial(host.python, machine)),
@@ -132,11 +134,10 @@ def look(all_checks: Iterable[Check]) -> list[Finding]:
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings in the order for a terminal, whose last lines are read first: good ones, warnings,
-    failures.
+    """Return good findings, then warnings, then failures: on a terminal the last lines are read first.
 
-    Good findings are in the order of the checks, the others in reverse: an early check may be the cause of
-    what later ones find, so of equally bad findings it stands last.
+    Good findings are in the order of the checks. Warnings are in reverse order, and so are failures: an early
+    check may have found the cause of later findings, so its finding stands last.
     """
     good = [finding for finding in findings if finding.level is Level.OK]
     bad = [finding for finding in reversed(findings) if finding.level is not Level.OK]
@@ -169,7 +170,7 @@ def _peer_checks(machine: Machine, other: PeerAddress, key_file: Path | None, co
 
 
 def _ask_for_kernels() -> str:
-    """Return the choice of CPU kernels, made in another process, as this one has no need of torch."""
+    """Return the choice of CPU kernels, made in another process so that this process need not load torch."""
     command = [sys.executable, "-m", "kernels.cpu.library"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILING_S)
@@ -180,7 +181,7 @@ def _ask_for_kernels() -> str:
 
 
 async def _rdma_cards(settings: MessengerConfig) -> Cards:
-    """Return the RDMA cards that a messenger would use; none if that cannot work, as other checks explain."""
+    """Return the RDMA cards that a messenger would use; none if they cannot be used: other checks say why."""
     try:
         cards = open_cards(settings)
         await cards.register(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
@@ -190,7 +191,7 @@ async def _rdma_cards(settings: MessengerConfig) -> Cards:
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:
-    """Return the ports that the transport can use, and the reasons why it cannot use others.
+    """Return the ports that the transport can use, and the reasons why it cannot use other ports.
 
     The transport is imported only when there are devices.
     """

@@ -26,7 +26,8 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `advice` says how to mend the fault; empty if there is none."""
+    """One line of the report. `advice` says how to mend the fault; it is empty if there is nothing to
+    mend."""
 
     level: Level
     title: str
@@ -43,7 +44,7 @@ class Check:
     deadline_s: float = QUICK_S
 
     def run(self) -> list[Finding]:
-        """Return the findings made before the deadline. An error of the check itself is one of them."""
+        """Return the findings made before the deadline. If the check raises, its error is a finding too."""
         found: list[Finding] = []
         thread = threading.Thread(target=self._collect, args=(found,), name=self.title, daemon=True)
         thread.start()

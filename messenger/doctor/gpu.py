@@ -1,4 +1,4 @@
-"""Checks of NVIDIA GPUs: access to them, and whether RDMA cards can reach their memory; and the NICs near by.
+"""Checks of NVIDIA GPUs, of the access of RDMA cards to their memory, and of the NICs near each memory.
 
 Owns: these checks. Does not know: CUDA, transfers.
 """
@@ -44,7 +44,8 @@ def gpus(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def peer_memory(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about direct access of RDMA cards to GPU memory (GPUDirect), where there are both."""
+    """Yield findings about direct access of RDMA cards to GPU memory (GPUDirect); none without card or GPU
+    driver."""
     version = machine.read("proc/driver/nvidia/version")
     if version is None or not machine.names(DEVICES):
         return
@@ -60,9 +61,10 @@ def peer_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def nearest_nics(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Yield the finding that says which NICs transfers use for which memory: RDMA devices if there are any.
+    """Yield the finding that says which NICs transfers use for which memory.
 
-    Raises ConfigError for an invalid configured matrix.
+    The NICs are RDMA devices if there are any, else Ethernet interfaces. Raises ConfigError for an invalid
+    configured matrix.
     """
     sys_root, written = machine.root / "sys", config.messenger.topology
     kind = NicKind.RDMA if machine.names(DEVICES) else NicKind.ETHERNET

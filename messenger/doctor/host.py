@@ -102,7 +102,7 @@ def memory(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Yield findings about the limit of file descriptors, of which each request and each stream needs one."""
+    """Yield findings about the limit of file descriptors: each request and each stream needs a descriptor."""
     limit = machine.limit("Max open files")
     needed = _OTHER_FILES + config.conductor.max_running_requests
     if limit is not None and limit < needed:
@@ -118,7 +118,8 @@ def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Yield findings about huge pages for the pool's memory, which are faster to copy and to register."""
+    """Yield findings about huge pages for the pool: memory in huge pages is faster to copy and to
+    register."""
     folder = "sys/kernel/mm/transparent_hugepage"
     chosen = re.search(r"\[(\w+)\]", machine.read(f"{folder}/shmem_enabled") or "")
     mode = chosen[1] if chosen is not None else "not supported"
@@ -133,7 +134,8 @@ def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the clock source and its synchronisation. Nodes do not compare their clocks."""
+    """Yield findings about the clock: its source, and its synchronisation, which matters only for times in
+    logs."""
     source = machine.read("sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
     answer = machine.run("timedatectl", "show", "--property=NTPSynchronized", "--value")
     synchronised = {"yes": "synchronised", "no": "not synchronised"}.get(answer or "", "perhaps synchronised")

@@ -106,7 +106,8 @@ class Machine:
 
     @property
     def may_lock_all_memory(self) -> bool:
-        """Whether no limit applies: CAP_IPC_LOCK, which counts outside user namespaces only."""
+        """Whether this process may lock any amount of memory: it has CAP_IPC_LOCK, outside of user
+        namespaces."""
         users = (self.read("proc/self/uid_map") or "").split()
         return users == ["0", "0", "4294967295"] and self._is_capable(_CAP_IPC_LOCK)
 
@@ -131,7 +132,7 @@ class Machine:
             yield MachineProcess(int(pid), module or self.read(f"proc/{pid}/comm") or "?")
 
     def owner_of_socket(self, inode: int) -> MachineProcess | None:
-        """Return the process that has a socket open; None if it is another user's."""
+        """Return the process that has a socket open; None if the process is another user's."""
         for process in self.processes():
             folder = f"proc/{process.pid}/fd"
             for name in self.names(folder):

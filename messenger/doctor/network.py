@@ -105,8 +105,7 @@ def ports(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def tcp_buffers(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the kernel's limit of TCP buffers, which must hold the product of bandwidth and
-    latency."""
+    """Yield findings about the kernel's limit of TCP buffers: a buffer must hold bandwidth times latency."""
     sizes = {}
     for name in ("tcp_rmem", "tcp_wmem"):
         words = (machine.read(f"proc/sys/net/ipv4/{name}") or "").split()
@@ -161,7 +160,8 @@ def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _meet(place: ListenAddress, listener: Listener) -> bool:
-    """Return whether a configured address is taken by a listening socket. A host name may be any address."""
+    """Return whether a configured address is taken by a listening socket. A host name counts as any
+    address."""
     if place.port != listener.port:
         return False
     try:

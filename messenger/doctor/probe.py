@@ -25,9 +25,9 @@ from mooncake.errors import TransferError
 from mooncake.security.keys import ClusterKey
 
 _TIMEOUT_S = 5.0
-"""Seconds for a connection, and again for an acknowledgement."""
+"""Seconds for a connection; also the seconds for an acknowledgement."""
 _PIECE_BYTES = 2 << 20
-"""Bytes of one probe: half of a frame, so that two are in flight."""
+"""Bytes of one probe: half of a frame, so that two probes are in flight."""
 
 
 class ProbeClient:

@@ -119,7 +119,7 @@ def verbs(
 ) -> Iterator[Finding]:
     """Yield findings about the ports that the transport itself can use.
 
-    `find` returns the descriptions of these ports, and the reasons why others cannot be used.
+    `find` returns the descriptions of these ports, and the reasons why other ports cannot be used.
     """
     if not machine.names(DEVICES):
         return
@@ -139,7 +139,7 @@ def verbs(
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
     """Yield findings about the state and addresses of ports.
 
-    One good port is enough, as others may have no cable on purpose.
+    One good port is enough, as other ports may have no cable on purpose.
     """
     found = read_ports(machine)
     if not found:
@@ -178,7 +178,7 @@ def mtu(machine: Machine) -> Iterator[Finding]:
 def locked_memory(machine: Machine, config: Config) -> Iterator[Finding]:
     """Yield findings about locked memory, which a messenger needs to register its pool.
 
-    Without RDMA nothing is locked.
+    Yields nothing without RDMA devices.
     """
     if not machine.names(DEVICES):
         return

@@ -33,7 +33,7 @@ _USUAL_MTU = 1500
 _LARGEST_ETHERNET_MTU = 16 << 10
 """Bytes of the largest MTU for which the segment size reveals the other side's MTU.
 
-Above it windows limit segments.
+With a larger MTU it is the TCP window that limits segments.
 """
 _IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux that Python does not name
 _TCP_HEADER_BYTES = {socket.AF_INET: 20 + 20 + 12, socket.AF_INET6: 40 + 20 + 12}
@@ -68,7 +68,7 @@ class PeerProbe(Protocol):
         """The names of this side's usable RDMA devices."""
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """Return the bytes a second of `num_bytes` by RDMA, from the device `nic`."""
+        """Return the bytes a second at which the device `nic` writes `num_bytes` by RDMA."""
 
 
 OpenProbe = Callable[[], Awaitable[PeerProbe]]
@@ -87,7 +87,7 @@ def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def way(machine: Machine, peer: PeerAddress, open_it: OpenProbe) -> Iterator[Finding]:
-    """Yield findings about the connection, and about its bandwidth if there is one."""
+    """Yield findings about the connection to the peer and, if it comes up, about its bandwidth."""
     is_open = True
     for finding in connection(machine, peer):
         is_open &= finding.level is not Level.FAIL
@@ -159,7 +159,7 @@ def _packets(
 ) -> Iterator[Finding]:
     """Yield findings about large packets that are lost on the path.
 
-    Transfers then hang while everything small works.
+    If large packets are lost, transfers hang while small messages pass.
     """
     title = "peer mtu"
     other_mtu = segment_bytes + _TCP_HEADER_BYTES[family]

@@ -1,9 +1,9 @@
 """The choice of a connection to close among many: SIEVE (Zhang et al., NSDI'24).
 
-A hand goes over the connections from the oldest to the newest. It spares connections that were used since it
-last passed, and takes the first one that was not.
+A hand goes over the connections from the oldest to the newest. The hand spares each connection that was used
+since the hand last passed, and takes the first connection that was not.
 
-Owns: the order. Does not know: the connections, whether one may be given up (the caller does).
+Owns: the order. Does not know: the connections, and which of them may be given up (the caller says).
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -54,7 +54,7 @@ class Sieve(Generic[Key, Value]):
             del self._entries[key]
 
     def evict(self, may_go: Callable[[Value], bool]) -> Value | None:
-        """Remove an entry that `may_go`, and return its value; None if there is none."""
+        """Remove an entry whose value `may_go` accepts, and return the value; None without such an entry."""
         keys = list(self._entries)
         start = keys.index(self._hand) if self._hand in self._entries else 0
         for step in range(2 * len(keys)):  # the first round may only take marks away

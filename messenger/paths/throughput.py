@@ -1,4 +1,5 @@
-"""Pending bytes to or from one messenger (in flight or queued), their recent bandwidth, and their sums.
+"""The bytes to or from one messenger that are pending (in flight or queued), the recent bandwidth, and
+totals.
 
 The Conductor estimates transfer times from these numbers (Algorithm 1 of the Mooncake paper).
 
@@ -26,7 +27,8 @@ class Throughput:
 
     pending_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
-    """The weighted mean of the samples in bytes a second, later ones counting more; None before the first."""
+    """The weighted mean of all samples in bytes a second, later samples counting more; None before the first
+    sample."""
     total_busy_s: float = 0.0
     """Seconds with pending bytes, up to the last end of a request."""
     _since_s: float = 0.0
@@ -73,7 +75,8 @@ class TransferCounters:
         """The transport that has moved bytes last."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Count bytes that have been placed and verified, on this side if `received`, else on the other."""
+        """Count bytes that have been placed and verified, on this side if `received`, else on the peer's
+        side."""
         self._last_transport = transport
         for traffic in (self._traffic, self._own):
             (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes

@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device with the registered segment, of which only single ranges are opened to peers, and with scratch
-    memory."""
+    """A device with the registered segment and with scratch memory.
+
+    Of the segment only single ranges are opened to peers.
+    """
 
     adapter: Adapter
     memory: RdmaMemory
@@ -57,8 +59,8 @@ class Card:
         return Endpoint(self.adapter, self.memory, peer)
 
     async def open_scratch(self, endpoint: Endpoint) -> Scratch:
-        """Open scratch memory to the peer of a connected endpoint for the endpoint's life, and return its
-        address and key. Raises RdmaError."""
+        """Open scratch memory to the peer of a connected endpoint for the endpoint's life, and return the
+        memory's address and key. Raises RdmaError."""
         opened = await open_windows(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
         return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
 
@@ -111,7 +113,8 @@ class Cards:
         return self._cards[name]
 
     async def answering(self, remote: EndpointInfo) -> Card:
-        """Return a card for a peer's queue pair: one on the peer's network if there is one, several in turn.
+        """Return a card for a peer's queue pair: the cards on the peer's network in turn, or all cards if
+        none is.
 
         Raises TransferError.
         """
@@ -134,7 +137,7 @@ class Cards:
 
 
 def open_cards(settings: MessengerConfig) -> Cards:
-    """Return the devices near the segment, opened, or all working devices if none is near.
+    """Open and return the devices near the segment, or all working devices if none is near.
 
     Logs once why devices cannot be used. Raises ConfigError for an invalid topology, or if RDMA is demanded
     and missing.

@@ -64,7 +64,8 @@ class RdmaDevice(msgspec.Struct, frozen=True):
 
 
 class FoundDevices(NamedTuple):
-    """Usable devices, and the `reasons` why others are not, or why there are none. To be logged once."""
+    """Usable devices, and `reasons`: why other devices are not usable, or why there are none. To be logged
+    once."""
 
     devices: list[RdmaDevice]
     reasons: list[str]

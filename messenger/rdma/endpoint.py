@@ -109,8 +109,8 @@ class Endpoint:
 
         `peer` is the peer's name for messages.
 
-        A peer that does not answer for `dead_peer_s` seconds fails all calls. Devices may be slower: the
-        standard allows them four times that.
+        A peer that does not answer for `dead_peer_s` seconds fails all calls. A device may take longer to
+        notice: the standard allows four times `dead_peer_s`.
         """
         self.peer = peer
         self.failure: RdmaError | None = None
@@ -192,8 +192,8 @@ class Endpoint:
     async def write(self, slices: Slices, remote_key: Keys, *, memory: RdmaMemory | None = None) -> None:
         """Write local slices to their remote addresses; return when all of them are in the peer's memory.
 
-        `remote_key` is one key for all slices, or a sequence with a key for each. Raises RdmaError, after
-        which the amount that has arrived is unknown.
+        `remote_key` is one key for all slices, or a sequence with a key for each. Raises RdmaError; it is
+        then unknown how many bytes have arrived.
         """
         await self._transfer(RDMA_WRITE, slices, remote_key, memory or self._memory)
 
@@ -220,7 +220,8 @@ class Endpoint:
         self.revoke("closed")
 
     async def perform(self, operation: Operation) -> None:
-        """Post an operation, in turn with the others, and wait until it is complete. Raises RdmaError."""
+        """Post an operation, in turn with other operations, and wait until it is complete. Raises
+        RdmaError."""
         self.check_usable()
         call = _Call(operation, self._loop.create_future())
         self._waiting.append(call)

@@ -1,9 +1,9 @@
 """The exposures of a lane over RDMA: ranges that are open to the peer's queue pair, granted pages for writes,
 found blocks for reads.
 
-A page that is open for writes must not be given to another owner, so its owner is told when it is closed.
-Closing a page during a write breaks the queue pair for all transfers, so a peer that is told to stop is given
-time.
+A page that is open for writes must not be given to another owner, so the page's owner is told when the page
+is closed. Closing a page during a write breaks the queue pair for all transfers, so a peer that is told to
+stop is given time.
 
 Owns: the openings of one lane. Does not know: the connection beside the queue pair.
 """

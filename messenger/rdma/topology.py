@@ -96,7 +96,8 @@ class Topology:
     def parse(cls, text: str, sys_root: Path = SYS_ROOT, kind: NicKind = NicKind.RDMA) -> "Topology":
         """Return a configured matrix. Raises ConfigError that names its fault.
 
-        Locations that this machine lacks are allowed, so that equal nodes can share a text; NICs are not.
+        Locations that this machine lacks are allowed, so that equal nodes can share a text; NICs that it
+        lacks are not.
         """
         try:
             content = json.loads(text, object_pairs_hook=_without_repetition)
@@ -124,8 +125,8 @@ class Topology:
 def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
     """Return the NICs that could carry transfers now, by name.
 
-    RDMA devices need an active port. Ethernet interfaces must be up; loopback is left out, and so are members
-    of a bond or bridge, which stands for them.
+    RDMA devices need an active port. Ethernet interfaces must be up. Loopback is left out, and so is each
+    member of a bond or bridge: the bond or bridge stands for its members.
     """
     folder = sys_root / "class" / kind.value
     is_usable = _has_active_port if kind is NicKind.RDMA else _is_up
@@ -159,8 +160,8 @@ def read_line(path: Path) -> str | None:
 
 
 def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: int | None) -> Choice:
-    """Return the NICs, nearest first. The distance is slowness first, then switches that are not shared, then
-    another node."""
+    """Return the NICs, nearest first: `slow` ones last; of equals, more switches shared with `pci_path`
+    first; of equals, NICs of NUMA node `node` first."""
 
     def distance(nic: Nic) -> tuple[bool, int, bool]:
         return nic.name in slow, -_num_shared(pci_path, nic.pci_path), node is None or nic.numa_node != node

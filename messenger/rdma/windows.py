@@ -2,8 +2,8 @@
 
 There are two kinds of keys. A memory window of type 2 belongs to one queue pair, so its key is valid only for
 that peer. Where the device does not enforce windows, the range is registered separately: this is slower, and
-its key is valid for any connected peer that knows it. Both are limited to their range, and end immediately
-when the range is closed.
+its key is valid for any connected peer that knows it. Keys of both kinds are limited to their range, and end
+immediately when the range is closed.
 
 Owns: opening and closing the ranges. Does not know: transfers, pages.
 """
@@ -35,8 +35,8 @@ class Access(IntFlag):
 
 @dataclass(eq=False, slots=True)
 class OpenRanges:
-    """Ranges that are open to a peer: `remote_keys[i]` is the key of the i-th. Addresses are those of the
-    registered memory."""
+    """Ranges that are open to a peer: `remote_keys[i]` is the key of the i-th range. Addresses are those of
+    the registered memory."""
 
     remote_keys: list[int]
     openings: list[Any]

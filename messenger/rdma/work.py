@@ -21,7 +21,7 @@ from messenger.transport.transports import Remedy
 Slices = Sequence[tuple[int, int, int]] | npt.NDArray[np.integer[Any]]
 """The slices of an operation: (offset in the local memory, remote address, number of bytes) each."""
 Keys = int | Sequence[int]
-"""One remote key for all slices, or one for each."""
+"""One remote key for all slices, or a key for each slice."""
 
 MAX_PIECE_BYTES: Final = 1 << 20
 MAX_CHAIN: Final = 16

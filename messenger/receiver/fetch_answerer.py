@@ -1,4 +1,4 @@
-"""Answers to the fetches of one connection, in order: at once, or one after the other.
+"""Answers to the fetches of one connection, in their order: each at once, or after earlier answers.
 
 Owns: which blocks are being read over the connection. Does not know: how requests arrive, the pool.
 """
@@ -59,7 +59,7 @@ class FetchAnswerer:
         """Answers whose blocks are being read, the oldest first."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer a fetch, now or after earlier fetches, as the sender identifies answers by their order
+        """Answer a fetch, but not before earlier fetches: the sender tells answers apart by their order
         alone."""
         if fetch.is_read:
             self._count_read(fetch)

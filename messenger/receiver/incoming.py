@@ -39,8 +39,8 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""The most bytes of writes whose acknowledgements leave together: the sender waits for them before it sends
-more."""
+"""The most bytes of writes whose acknowledgements leave together: before it sends more, the sender waits for
+these acknowledgements."""
 _MOST_ACKS = 16
 """The most writes placed by the sender itself whose acknowledgements leave together."""
 _ACK = encode_frame(WriteAck())
@@ -81,12 +81,12 @@ class IncomingLane:
         self._acks_due: asyncio.TimerHandle | None = None
         self._deadline = Deadline(served_pool.settings.ack_timeout_s, self._stream.shut_down)
         self._rest: Coroutine[None, None, None] | None = None
-        """Rest of the handling of a frame, which has to be awaited."""
+        """The part of a frame's handling that has to be awaited; None without one."""
         self._placing: PendingWrite | None = None
         """The write whose payload is awaited."""
         self._answerer = FetchAnswerer(served_pool, inlet, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
-        """The lane whose end this one awaits."""
+        """The lane whose end this lane awaits; None without one."""
 
     def post(self, *buffers: bytes | memoryview) -> None:
         self._replies.post(*buffers)
@@ -152,7 +152,7 @@ class IncomingLane:
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
         """Handle one frame as far as possible at once, and return a coroutine for the rest; None if nothing
-        is left. An exception of either ends the connection."""
+        is left. An exception of this call or of the coroutine ends the connection."""
         session = self._session
         if self._may_only_probe and not isinstance(frame.message, Probe):
             raise TransferError(f"a probe sent {type(frame.message).__name__}")

@@ -29,7 +29,7 @@ class SessionLane(Protocol):
     ended: asyncio.Event
     """The event that is set when no more bytes of this lane will be placed."""
     awaited: "SessionLane | None"
-    """The lane whose end this one awaits; None without one."""
+    """The lane whose end this lane awaits; None without one."""
 
     def shut_down(self) -> None:
         """End the connection."""
@@ -47,7 +47,7 @@ class SessionLane(Protocol):
 
 @dataclass(slots=True, eq=False)
 class IncomingSession:
-    """All lanes of one sender: the `GrantWriter` that grants tell to stop."""
+    """All lanes of one sender. Grants know it as a `GrantWriter`, and tell it when the sender must stop."""
 
     name: str
     target: WriteTarget
@@ -73,8 +73,8 @@ class IncomingSession:
     def ensure_open(self, transfer_id: int, grant_id: int) -> None:
         """Open a transfer unless it is open, as a write may arrive before its `Open`.
 
-        Raises WriteRefused, and TransferError if the transfer is open for another grant, which would not
-        learn of the transfer's end.
+        Raises WriteRefused. Raises TransferError if the transfer is open for another grant: that grant would
+        not learn of the transfer's end.
         """
         opened = self.grants.get(transfer_id)
         if opened is None:

@@ -1,4 +1,5 @@
-"""The receiving end of a lane: what each transport needs on this side, and adds to the welcome.
+"""The receiving end of a lane: what its transport needs on this side, and what the transport adds to the
+welcome.
 
 Owns: the choice of a transport by a sender's introduction. Does not know: messages after the handshake.
 """
@@ -45,7 +46,7 @@ async def receiving_end(served_pool: ServedPool, stream: Stream, introduction: I
     """Return the end of a lane over the transport of the introduction: shared memory with `segment_bytes`,
     RDMA with an `endpoint`, TCP with neither.
 
-    Raises OSError, and TransferError. The sender is told if there is no device for its queue pair.
+    Raises OSError or TransferError. The sender is told if there is no device for its queue pair.
     """
     if introduction.segment_bytes is not None:
         return _over_shm(served_pool, stream, introduction)

@@ -1,4 +1,4 @@
-"""A write whose bytes are being received, with the heads of each layer that it has.
+"""A write whose bytes are being received; and the heads of each layer that a write has.
 
 Owns: that a write is placed as a whole or not at all. Does not know: how bytes arrive, acknowledgements.
 """
@@ -20,7 +20,7 @@ class HeadRanges:
         """Whether both ends have the same heads, so that frames do not name any."""
 
     def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
-        """Return the heads of each layer on this side that a frame names (None: all), and their bytes.
+        """Return the heads of this side that a frame names (None: all), and their bytes in each layer.
 
         Raises TransferError for an empty range, or if the frame names no heads though the two sides have
         different ones.

@@ -38,8 +38,8 @@ class WriteTarget(Protocol):
     """The interface of the owner of pages to which remote writes go.
 
     Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
-    not be given to another owner in between. `heads`, the same in all three: the heads that `entry` has of
-    its layer; None: all heads of this side.
+    not be given to another owner in between. These three calls get the same `heads`: the heads that `entry`
+    has of its layer; None: all heads of this side.
     """
 
     def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
@@ -73,8 +73,8 @@ class WriteTarget(Protocol):
         """Give up `entry`, of which no more bytes will be placed. Its bytes in the page are invalid."""
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
-        """Record that the writer has ended. `reason`: why its writes were not all completed; None if they
-        were."""
+        """Record that the writer has ended. `reason`: why its writes were not all completed; None if all were
+        completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ReadSource(Protocol):
     def lease_now(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """Lease blocks as `lease` does, but at once. Returns None if that would take a while. Raises
+        """Lease blocks as `lease` does, but at once. Returns None if leasing them would take a while. Raises
         MooncakeError."""
 
     def count_read(self, keys: Sequence[bytes]) -> int:
@@ -125,8 +125,8 @@ class ReadSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """This side's segment with its copy table, in which peers of this host write granted pages and read
-    sealed ones."""
+    """This side's segment, where peers of this host write granted pages and read sealed pages; its copy
+    table."""
 
     copy_table: CopyTable
     fd: int
@@ -136,7 +136,8 @@ class SharedSegment:
     page_stride: int
     num_pages: int
     page_table: PageTableOffsets | None = None
-    """The offsets of the page table, by which peers find sealed blocks; None if they cannot."""
+    """The offsets of the page table, by which peers find sealed blocks; None if peers cannot find them
+    themselves."""
 
     def take_slot(self, pid: int) -> CopySlot | None:
         """Return a copy slot for a lane of the process `pid`; None if there is none left."""
@@ -162,4 +163,5 @@ class ServedPool:
     settings: MessengerConfig
     cards: Cards
     shared_segment: SharedSegment | None
-    """The segment for peers of this host; None if this side copies what such peers write."""
+    """The segment for peers of this host; None if such peers cannot write pages themselves, so that this side
+    copies."""

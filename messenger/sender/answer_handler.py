@@ -20,7 +20,8 @@ class AnswerListener(Protocol):
     """The name of the peer."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Count bytes that have been placed and verified, on this side if `received`, else on the other."""
+        """Count bytes that have been placed and verified, on this side if `received`, else on the peer's
+        side."""
 
     def damaged(self) -> None:
         """Count an answer with blocks that did not match their checksums."""
