@@ -30,13 +30,13 @@ RETRY_S = 1.0
 _RECONNECT_TIMEOUT_S = 2.0
 """Seconds that one attempt to reconnect may take."""
 _MOMENT_S = 0.02
-"""Seconds for which a call waits for a lost pool when another one can answer."""
+"""Seconds for which a call waits for a lost pool when another pool can answer."""
 _serials = itertools.count(1)
 Answer = TypeVar("Answer")
 
 
 class Unreachable(Exception):
-    """A pool does not answer now, or has other blocks or another key than before. The message says why."""
+    """A pool does not answer now, or has come back with other blocks or another key. The message says why."""
 
     def __init__(self, url: PoolURL, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -76,8 +76,8 @@ class Backend:
         self._lock = threading.Lock()
         """Lock of the serials and of `_attempt`."""
         self._free_serials: list[int] = []
-        """Serials of closed connections: at the end those whose connection may have had pages reserved when
-        it was lost."""
+        """Serials of closed connections. The last ones are of lost connections that may have had pages
+        reserved."""
         self._num_unsettled = 0
         """Number of serials whose connections may have had pages reserved."""
         self._mapping: Mapping | None = None
@@ -206,8 +206,8 @@ class Backend:
             return self._attempt
 
     def _reconnect(self) -> None:
-        """Reconnect with the serial of each connection that was lost: until then the pool keeps the pages
-        that were reserved for it aside."""
+        """Reconnect with the serial of each connection that was lost: until then the pool keeps aside the
+        pages that were reserved for that connection."""
         try:
             while True:
                 timeout_s = min(self._timeout_s, _RECONNECT_TIMEOUT_S)
@@ -236,8 +236,8 @@ class Backend:
 class Backends:
     """The pools of a client, in the order in which they are asked.
 
-    If no pool answers, all methods raise PoolError; MismatchError if a pool now belongs to another model or
-    layout; ConfigError if a pool now has another cluster key.
+    If no pool answers, all methods raise an error: MismatchError if a pool now belongs to another model or
+    layout, ConfigError if a pool now has another cluster key, else PoolError.
     """
 
     def __init__(self, backends: Sequence[Backend]) -> None:

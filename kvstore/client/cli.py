@@ -43,7 +43,8 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0, 1 if something failed or is damaged, 2 for wrong use."""
+    """Run the command. Returns the exit code: 0 for success, 1 if something failed or is damaged, 2 for wrong
+    use."""
     options = _parser().parse_args(arguments)
     try:
         if options.pool and getattr(options, "all", False):

@@ -62,10 +62,11 @@ class Verification(NamedTuple):
 class KVCachePool:
     """One or more parts of the KVCache pool, each an instance's. Made by `connect`; a context manager.
 
-    Keys have 16 bytes, blocks the `block_bytes` of the layout. Puts go to the first pool. Reads go to the
-    first pool, and to the others for blocks that it lacks. A pool that does not answer counts as empty, and
-    is tried again about a second later. If no pool answers, the call raises PoolError; MismatchError if a
-    pool has come back with other blocks, ConfigError if with another cluster key.
+    A key has 16 bytes, a block the layout's `block_bytes`. Puts go to the first pool. Reads go to the first
+    pool, and to the others for blocks that it lacks. A pool that does not answer counts as empty, and is
+    tried again about a second later. If no pool answers, the call raises an error: MismatchError if a pool
+    has come back with other blocks, ConfigError if a pool has come back with another cluster key, else
+    PoolError.
     """
 
     def __init__(self, backends: Backends, fingerprint: str, layout: KVLayout) -> None:
@@ -95,8 +96,8 @@ class KVCachePool:
         blocks.
 
         A pool that answers nothing for `timeout_s`, now or later, counts as gone. `key_file` holds the
-        cluster's key, which both sides of a `tcp://` address prove that they know; it is read once. A `unix:`
-        address needs none: the socket is private to its user.
+        cluster's key, which both sides of a `tcp://` address prove that they know; the file is read once. A
+        `unix:` address needs none: the socket is private to its user.
 
         Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if no pool answers;
         ConfigError for an invalid address, and for a key that is missing, unreadable or not the pool's.
@@ -127,8 +128,8 @@ class KVCachePool:
         """Store `blocks` under `keys`. When this returns, all of them have been sealed.
 
         A block that is there already is not written again. The call goes to the first pool that answers, and
-        waits up to `timeout_s` for room in it. Then it raises PoolFullError; the blocks before that have been
-        stored.
+        waits up to `timeout_s` seconds for room in it. Raises PoolFullError if there is still no room; some
+        of the blocks may have been stored then.
         """
         views = [bytes_of(block, self.layout, self.layout.num_layers) for block in blocks]
         self._check(keys, len(views))
@@ -200,8 +201,8 @@ class KVCachePool:
         return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
-        """Lease blocks of pools on this host, to be read in place without a copy (see `Lease`), for `ttl_s`
-        seconds."""
+        """Lease blocks of pools on this host, to be read in place without a copy. Each lease lasts `ttl_s`
+        seconds (see `Lease`)."""
         self._check(keys)
         local = Backends([backend for backend in self._backends.all if backend.url.tcp is None])
         if not local.all:
@@ -230,7 +231,7 @@ class KVCachePool:
 
     def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
         """Pin these blocks in DRAM for `ttl_s` seconds. A soft pin holds as long as other blocks can be
-        evicted, a `hard` one always.
+        evicted. A `hard` pin always holds.
 
         Pins outlive this client. A soft pin does not replace a hard one. Returns the number of pinned copies.
         Raises PoolError when hard pins would take more than half of a pool.
@@ -288,7 +289,7 @@ class KVCachePool:
     def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
         """Return the statistics of every pool that answers, by instance name.
 
-        `check_integrity`: check every page now, which blocks the pool meanwhile. By default `integrity` and
+        `check_integrity`: check every page now; meanwhile the pool answers nobody. By default `integrity` and
         `num_orphaned` are those of the latest check, which a pool makes when it is idle.
         """
         self._check([])

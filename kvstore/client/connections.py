@@ -216,7 +216,7 @@ class PoolConnection(ABC):
         return (range(start, min(start + stride, num_layers)) for start in range(0, num_layers, stride))
 
     def reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
-        """Return a reservation with a page for each key: that of the sealed block, or one to write.
+        """Return a reservation with a page for each key: the page of the sealed block, or a page to write.
 
         Waits up to `timeout_s` seconds for pages. Raises PoolFullError, or PoolError if there will never be
         room.

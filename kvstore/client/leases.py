@@ -15,9 +15,10 @@ from mooncake.messages.blocks import BlockKey
 class Lease:
     """A context manager during which `blocks` may be read.
 
-    A lease ends with `end`, `ttl_s` after it was taken, when the client is closed and when its messenger
-    ends. From then on the memory may be given to another block at any time. A reader that may have been
-    slower calls `verify` after reading: a block that is intact then was intact while it was read.
+    A lease ends with `end`, `ttl_s` seconds after it was taken, when the client is closed, or when its
+    messenger ends. From then on the memory may be given to another block at any time. A reader that may have
+    read beyond the lease calls `verify` after reading: a block that is intact then was intact while it was
+    read.
     """
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
@@ -29,7 +30,8 @@ class Lease:
         self._leases: list[tuple[MappedConnection, int]] = []
 
     def add(self, connection: MappedConnection, leased: Leased, positions: Sequence[int]) -> list[int]:
-        """Add those of the blocks at `positions` that are leased. Returns the positions of the others."""
+        """Add the blocks at `positions` that are leased. Returns the positions of those that are not
+        leased."""
         self._leases.append((connection, leased.lease_id))
         layers = range(connection.layout.num_layers)
         missing = []

@@ -75,7 +75,7 @@ def change_replica(backends: Sequence[Backend], key: BlockKey, num_replicas: int
 
 
 def _look(backends: Sequence[Backend], key: BlockKey) -> tuple[list[_Pool], list[Unreachable]]:
-    """Return the pools that answer, each instance once, and the errors of the others."""
+    """Return the pools that answer, each instance once, and the errors of the pools that do not."""
 
     def look(connection: PoolConnection) -> tuple[MessengerAddress, bool]:
         located = connection.call(Lookup(connection.next_id(), [key]), Located)

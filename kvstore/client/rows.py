@@ -20,8 +20,8 @@ class Rows:
     """The output of a command: a table on a terminal, tab-separated lines elsewhere, or one JSON object a
     line.
 
-    A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` a table has
-    no last column: its values stand below the table, each once.
+    A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` the values
+    of the last column stand below the table, each once.
     """
 
     def __init__(self, columns: Sequence[str], *, as_json: bool, last_below: bool = False) -> None:

@@ -42,8 +42,8 @@ class StreamedConnection(PoolConnection):
     def open(cls, url: PoolURL, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":
         """Return a connection to the pool at `url`, after both sides have proved that they know `key`.
 
-        Raises OSError if nothing answers, ConfigError if the pool has another key, else the error with which
-        it refuses.
+        Raises OSError if nothing answers, ConfigError if the pool has another key, and any other error with
+        which the pool refuses.
         """
         assert url.tcp is not None
         try:

@@ -1,4 +1,4 @@
-"""The worker's end of its messenger: the pool as an asyncio client, and the segment mapped beside it.
+"""The worker's end of the connection to its messenger: an asyncio client of the pool, and the mapped segment.
 
 A lost messenger is not hidden: pending calls raise PoolError, `closed` is set, and the worker connects
 again with a new client. Before that the worker must have stopped writing to pages that it had reserved
@@ -162,7 +162,8 @@ class WorkerClient:
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
         """Describe the tokens of a reservation's keys, for the KV events of their blocks.
 
-        Not for prompts with a `cache_salt`: followers of the events could not tell them from others.
+        Not for prompts with a `cache_salt`: followers of the events could not tell their blocks from those of
+        prompts without a salt.
         """
         block_size = self.segment.layout.block_size
         num_blocks = len(token_ids) // block_size
@@ -182,7 +183,7 @@ class WorkerClient:
         """Declare that the worker has written `layers` of `pages`: `checksums[i][j]` is the xxh3-64 of layer
         `layers[j]` of `pages[i]` (`xxhash.xxh3_64_intdigest`). Each layer of a page is committed once.
 
-        Returns when the message has left. A wrong commit ends the session (`closed`); one for a released
+        Returns when the message has left. A wrong commit ends the session (`closed`); a commit for a released
         reservation is ignored.
         """
         pages_per_message = max(1, _COMMIT_BYTES // (CHECKSUM_BYTES * max(1, len(layers))))
@@ -201,7 +202,7 @@ class WorkerClient:
     async def release(self, reservation_id: int) -> None:
         """Release a reservation, cancel its send and revoke its grant. Idempotent.
 
-        (A lost messenger has released everything.)
+        Returns also if the messenger is lost, as a lost messenger has released everything.
         """
         try:
             await self._calls.ask(Release(self._calls.new_id(), reservation_id), Done)
@@ -237,8 +238,8 @@ class WorkerClient:
         """Fetch `blocks` (indices) of this reservation from the pools of `sources`, layer by layer.
 
         `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first
-        `num_blocks` blocks have arrived; and, several times a second, while a part of the next layers
-        arrives.
+        `num_blocks` blocks have arrived. It is also called several times a second while a part of the next
+        layers arrives.
 
         Returns for each block the number of layers that have arrived, and its page, which may be a new one.
         Before the call returns, the caller may write only blocks that the fetch has given up. A source that
@@ -273,8 +274,8 @@ class WorkerClient:
     async def wait_arrived(self, reservation_id: int) -> None:
         """Wait until all granted pages are complete and verified, as a decode instance does.
 
-        Raises TransferError if a sender's connection was lost, sent damaged bytes or gave up before.
-        A sender that never connects is not noticed here: the caller has a deadline.
+        Raises TransferError if a sender's connection was lost before, or if a sender sent damaged bytes or
+        gave up. A sender that never connects is not noticed here: the caller has a deadline.
         """
         await self._calls.ask(AwaitArrived(self._calls.new_id(), reservation_id), Done)
 

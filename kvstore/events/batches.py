@@ -2,8 +2,8 @@
 
 The pool reports each block at once when the block can be found, or no longer can. A publisher seals the
 collected events into a batch and sends it. The latest batches stay here for replays. Between two seals,
-consecutive events of one kind and tier become one. Everything runs in one thread, so a snapshot of the pool
-that is taken right after a seal, with no await in between, is the state after exactly that batch.
+consecutive events of one kind and tier become one event. Everything runs in one thread, so a snapshot of the
+pool that is taken right after a seal, with no await in between, is the state after exactly that batch.
 
 Owns: the order and numbers of events, the latest batches. Does not know: sockets, time, the contents of the
 pool.

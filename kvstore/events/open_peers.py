@@ -15,7 +15,8 @@ from mooncake.security.handshakes import connection_of, num_bytes_received
 from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_OPEN = 32
-"""The most connections to one socket. A further one closes the oldest, whose peer may connect again."""
+"""The most connections to one socket. A further connection closes the oldest one, whose peer may connect
+again."""
 MOST_SENT_BYTES = 8 << 10
 """The most bytes that the peer of one connection may send.
 

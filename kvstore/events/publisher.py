@@ -31,7 +31,7 @@ PUB_QUEUE_LEN = 1_000
 ANSWER_QUEUE_LEN = 32
 """The most messages of an answer that may wait for its peer: 12 MB of a snapshot."""
 MAX_ANSWERS = 16
-"""The most peers that are answered at the same time; others wait."""
+"""The most peers that are answered at the same time; further peers wait."""
 ANSWER_TIMEOUT_S = 10.0
 """Seconds for which a peer may read nothing before its answer is given up."""
 LOGGED_CHARS = 200

@@ -22,7 +22,7 @@ MAX_REQUEST_BYTES = 1 << 10
 MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK", Tier.DEVICE: "GPU"}
 """The name that vLLM gives each tier.
 
-vLLM says CPU and, lately, STORAGE; routers that tell tiers apart know DISK, only the newest
+vLLM says CPU and, lately, STORAGE. Routers that tell tiers apart know DISK; only the newest routers know
 STORAGE.
 """
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -58,7 +58,7 @@ class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
 
 
 class _EventBatch(msgspec.Struct, array_like=True):
-    """A batch of events. The rank is always there, as some routers cannot read a batch without one."""
+    """A batch of events. The rank is always there, as some routers cannot read a batch without a rank."""
 
     ts: float
     events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]

@@ -32,7 +32,7 @@ class Block:
     """The index of the block in its prompt."""
     tokens: BlockTokens | None = None
     tier: Tier | None = None
-    """The tier of a found block before a request asked for it; None for other blocks."""
+    """The tier of a found block before a request asked for it; None for a block that was not found."""
 
 
 @dataclass(slots=True)

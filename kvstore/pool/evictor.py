@@ -60,8 +60,8 @@ class Evictor:
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` pages are free.
 
-        Returns False if too few blocks can be evicted now: the others are in use, or the lower tier does not
-        hold them yet.
+        Returns False if too few blocks can be evicted now: a block that cannot be is in use, or the lower
+        tier does not hold it yet.
         """
         while self._allocator.num_free < num_pages:
             page = self._allocator.coldest()

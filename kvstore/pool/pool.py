@@ -12,7 +12,7 @@ Invariants:
   incomplete, has no key, or another block was sealed under its key first;
 - a page with a user is never evicted, and never reused for another block.
 
-`check_integrity` checks the first, and that each RESERVED page is in exactly one reservation.
+`check_integrity` checks the first invariant, and that each RESERVED page is in exactly one reservation.
 
 Owns: reservations, leases, holds. Does not know: bytes, sockets, the clock.
 """

@@ -4,8 +4,8 @@ A block belongs to the tenant that has reserved its page, or that is the first t
 share of an active tenant is three quarters of an equal part of the pages; the last quarter is headroom, so
 that some block can always be evicted. A tenant may use pages that others leave unused. Blocks without a
 tenant, or of a tenant that has used nothing for a while, are not protected: they are evicted in the order of
-the policy, like the blocks of tenants above their share. Pages in use count, and are never evicted: requests
-that run go before shares.
+the policy, like the blocks of tenants above their share. A tenant's pages in use count as pages that it has,
+but are never evicted: running requests go before shares.
 
 Owns: whose each page is. Does not know: which pages are free, the order of eviction, requests.
 """

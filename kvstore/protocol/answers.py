@@ -35,7 +35,8 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A page of a reservation. `sealed`: whether the page has its stored block, and may only be read.
+    """A page of a reservation. `sealed`: whether the block is stored in the page already, so that the page
+    may only be read.
 
     `tier`: the tier of a sealed block before this reservation; None for other blocks.
     """
@@ -134,7 +135,7 @@ class Verified(msgspec.Struct, tag=True, frozen=True):
 class GotBlocks(msgspec.Struct, tag=True, frozen=True):
     """The answer to `GetBlocks`. The layers of the `found` blocks follow it, in order.
 
-    `checksums`: those of the layers that follow, in the order of `PutBlocks`.
+    `checksums`: the checksums of the layers that follow, ordered as in `PutBlocks`.
     """
 
     call_id: int
@@ -164,7 +165,8 @@ class ErrorKind(StrEnum):
 class CallFailed(msgspec.Struct, tag=True, frozen=True):
     """The answer to a call that failed in the messenger; the user raises the same error.
 
-    `space_epoch` is set for POOL_FULL, `mismatch` (what, the messenger's, the worker's) for MISMATCH.
+    `space_epoch` is set for POOL_FULL. `mismatch` is set for MISMATCH: what differs, the messenger's value,
+    the worker's value.
     """
 
     call_id: int

@@ -7,7 +7,7 @@ These clients map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
 `Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `DeviceBlocks`, `StopFetch` and `DropIdle` are no calls:
-they are frequent or ordered, and an error in one ends the session.
+such messages are frequent or ordered, and an error in any of them ends the session.
 
 Owns: the vocabulary of these messages. Does not know: the answers (`answers`), sockets.
 """
@@ -91,7 +91,7 @@ class ReservePages(msgspec.Struct, tag=True, frozen=True):
 class AwaitSpace(msgspec.Struct, tag=True, frozen=True):
     """Wait until a page has become free or evictable since `space_epoch`. Answered by `Done`.
 
-    `space_epoch`: that of the `CallFailed` that said that the pool is full.
+    `space_epoch`: the `space_epoch` of the `CallFailed` that reported the full pool.
     """
 
     call_id: int
@@ -127,7 +127,7 @@ class SealBlocks(msgspec.Struct, tag=True, frozen=True):
 class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
     """Describe the tokens of the reservation's keys from `first_block` on, as little-endian uint32 token ids.
 
-    Only sent if `Attached.wants_token_ids`. The tokens are sent with the KV event of the block, and not kept.
+    Only sent if `Attached.wants_token_ids`. The tokens of a block are sent with its KV event, and not kept.
     """
 
     reservation_id: int
@@ -240,7 +240,8 @@ class PinBlocks(msgspec.Struct, tag=True, frozen=True):
     """Pin these blocks for `ttl_s` seconds. Answered by `Count`: the number of pinned blocks.
 
     `hard` pins keep their blocks always, soft pins as long as other blocks can be evicted. Pins outlive the
-    connection. A block has one pin. A new pin replaces it, except that a soft pin replaces no hard one.
+    connection. A block has at most one pin. A new pin replaces an earlier pin, but a soft pin never replaces
+    a hard pin.
     """
 
     call_id: int
@@ -266,7 +267,7 @@ class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropIdle(msgspec.Struct, tag=True, frozen=True):
-    """Remove those of these blocks that are neither in use nor pinned, from every tier."""
+    """Remove from every tier the blocks of `keys` that are neither in use nor pinned."""
 
     keys: list[BlockKey]
 

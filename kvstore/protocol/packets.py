@@ -144,9 +144,9 @@ class PacketConnection(Generic[Incoming]):
 class ServerConnection(PacketConnection[Incoming]):
     """The messenger's end of the socket. The other side is told why its connection is ended.
 
-    After two messages in a row from one peer its socket is polled for some microseconds: the peer probably
-    sends its next call by then, and waking up would take longer. While a peer does not read its answers, its
-    messages are not read either.
+    After two messages in a row from one peer, the messenger polls that peer's socket for some microseconds:
+    the peer probably sends its next call by then, and waking up would take longer. While a peer does not read
+    its answers, its messages are not read either.
     """
 
     _spoke_last: "ClassVar[ServerConnection[Any] | None]" = None

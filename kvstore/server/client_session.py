@@ -1,6 +1,6 @@
 """The session of one worker or client: it handles all of the user's calls to an instance's pool part.
 
-It ends when the connection does, and with it every reservation, lease, send and grant of that user. Calls
+The session ends with the connection. Then all reservations, leases, sends and grants of the user end. Calls
 that wait (for space, for a transfer, for a disk) are tasks of the session; all others are answered at once
 and in order.
 
@@ -377,7 +377,7 @@ class ClientSession:
 
 
 def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-    """Return `keys`. Raises PoolError if one is no valid key."""
+    """Return `keys`. Raises PoolError for an invalid key."""
     for key in keys:
         if len(key) != KEY_BYTES:
             raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")

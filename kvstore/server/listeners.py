@@ -65,7 +65,7 @@ def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str, kind: socket.SocketKind) -> None:
-    """Remove the socket file of a process that no longer listens. Raises ConfigError if one listens there."""
+    """Remove the socket file of a process that no longer listens. Raises ConfigError if a process listens."""
     with socket.socket(socket.AF_UNIX, kind) as probe:
         error_code = probe.connect_ex(path)
     if error_code == 0:

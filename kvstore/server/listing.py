@@ -1,4 +1,4 @@
-"""Descriptions of a pool: counters, lists of blocks, proof that a block is intact.
+"""Descriptions of a pool: counters, lists of blocks, checks whether a block is intact.
 
 Owns: descriptions of a store. Does not know: who asks.
 """
@@ -102,7 +102,7 @@ def _peer_stats(peer: OutgoingSession, moved: PeerTraffic) -> PeerStats:
 
 
 def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
-    """Return the entries of transports that have been used: between two messengers mostly one transport."""
+    """Return the entries of transports that have been used. (Two messengers mostly use one transport.)"""
     return {transport.value: amount for transport, amount in amounts.items() if amount}
 
 
@@ -143,7 +143,7 @@ async def verify_block(store: Store, key: BlockKey) -> bool | None:
     """Compare all copies of a block with their checksums, and drop damaged copies.
 
     This does not count as a use of the block. Returns whether all copies are intact; None if a copy cannot be
-    read now and the others are intact, or if there is no copy.
+    read now and all other copies are intact, or if there is no copy.
     """
     results = [*await _verify_in_dram(store, key), *await _verify_on_ssd(store, key)]
     if False in results:

@@ -4,7 +4,7 @@ A block is received straight into its page and sealed when it has been verified.
 its page, under a lease. Lengths are checked before anything is done. A client that stalls in the middle of a
 transfer, or is silent while pages are reserved for it, loses its connection.
 
-The connection of an unauthenticated peer is closed and counted (`mooncake.security.greeting`).
+A connection whose peer does not authenticate is closed and counted (`mooncake.security.greeting`).
 
 Owns: the connections of remote clients. Does not know: how pages are found.
 """
@@ -53,11 +53,11 @@ _PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
 _TURN_BYTES = 4 << 20
 """Bytes that are moved before other tasks run."""
 _GROUP_BYTES = 16 << 20
-"""Bytes of blocks for which pages are reserved in one step at most."""
+"""The most bytes of blocks for which pages are reserved in one step."""
 _MOST_UNANSWERED = 256
-"""Calls of one client that may wait for their answers."""
+"""The most calls of one client that may wait for their answers."""
 _MOST_CALLS_AT_ONCE = 16
-"""Calls of one client that are handled before other clients' calls."""
+"""The most calls of one client that are handled before other clients' calls."""
 Incoming = TypeVar("Incoming")
 Admit = Callable[[Connect, None, Callable[[FromRemotePool], None]], tuple[Connected, ClientSession]]
 """A function that opens a client's session, as `Service.admit` does."""

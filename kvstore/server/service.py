@@ -112,7 +112,7 @@ class Service:
 
     def _told(self, bound: str) -> str:
         """Return an endpoint of KV events in the form for the Conductor, with the name by which other hosts
-        reach this one."""
+        reach this host."""
         if not bound.startswith("tcp://"):
             return bound
         return advertised(f"tcp://{bracketed(self._config.settings.hosts[0])}:*", bound)
@@ -184,8 +184,8 @@ class Service:
         """Open a client's session. Returns the answer to the client's first message, and the session.
 
         The session's answers go to `send`. `writer` is None for a client that writes no page itself. Raises
-        MismatchError, or PoolError if there is no common version, or if the pool has no layout yet and this
-        client may not give it one.
+        MismatchError if the pool has other blocks. Raises PoolError without a common version, and if the pool
+        has no layout yet and this client may not give it one.
         """
         theirs = Versions(connect.oldest_version, connect.newest_version)
         version = SPOKEN.common(theirs)
@@ -230,10 +230,10 @@ class Service:
         return answer, self._open_session(store, name, writer, connection.send)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """Return the store if it fits the user's fingerprint and layout. Without a store, one is made with
-        them.
+        """Return the store. If there is none yet, it is made with the user's fingerprint and layout.
 
-        Raises MismatchError, or PoolError if there is no store yet and the user names no layout.
+        Raises MismatchError if the store does not fit fingerprint or layout (None fits any). Raises PoolError
+        if there is no store yet and the user does not name both.
         """
         if self.store is None:
             if fingerprint is None or layout is None:

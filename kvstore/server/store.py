@@ -69,7 +69,7 @@ class Store:
     problem: str | None = None
     """The problem that the latest check of every page found; None without one."""
     num_orphaned: int = 0
-    """Pages without an owner that will free them, as of the latest check."""
+    """Pages that nothing will ever free (`Pool.orphans`), as of the latest check."""
 
     def now_s(self) -> float:
         """Return the time in seconds by the clock of leases and pins."""

@@ -37,8 +37,8 @@ class Suspended(Exception):
 class Disk:
     """One disk's slab, with its slots, threads and health.
 
-    The blocks of a slab that existed before are adopted by the constructor, as `PageAllocator` does with a
-    copy of the slab's table.
+    The constructor adopts the blocks of a slab that existed before: a `PageAllocator` adopts a copy of the
+    slab's table.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ The disk may lose power between a record and its data. So `SsdTier.load` always 
 (`PageTable.is_intact`) and the checksums of a block that it reads, although this is not needed after kill -9.
 
 An existing slab keeps its size: another size would mean another table, and the loss of its blocks. Slots are
-not written when a slab is created. So their first write is slower by about half (the file system records that
-they are written), but writing zeros would be as slow, and wear the disk.
+not written when a slab is created. So the first write to a slot is slower by about half (the file system
+records that the slot is written), but writing zeros would be as slow, and wear the disk.
 
 The speed of O_DIRECT also depends on memory: a block that lies in fewer physically contiguous pieces takes
 fewer requests to the disk.
@@ -73,7 +73,7 @@ class Slab:
     """An open, locked slab. `slot_bytes` is the size of a slot: that of a block, rounded up to a multiple of
     4096.
 
-    `table` has a page for each slot. `Disk` adopts a copy of it, in the constructor of `PageAllocator`.
+    `table` has a page for each slot. The `PageAllocator` of a `Disk` adopts a copy of the table.
     """
 
     def __init__(self, path: Path, header: SegmentHeader, table: PageTable, fd: int, lock_fd: int) -> None:

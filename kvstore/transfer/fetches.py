@@ -32,7 +32,7 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
-"""The most requests in flight: one is answered while the next ones travel."""
+"""The most requests in flight: one request is answered while the next requests travel."""
 _SEVERAL_LAYERS_BYTES = 512 << 10
 """The most bytes of a request for several layers, so that the first layers arrive soon."""
 _SETTLING_S = 0.1

@@ -2,11 +2,11 @@
 
 This module is the receiving half of a transfer. Every remote write names grant, page and generation, and is
 refused before a byte is placed unless all three are current: a sealed page is never written. Layers that have
-arrived already are not written again; the same bytes once more are acknowledged. A writer over shared memory
-checks only that the grant is open. It is trusted with the rest, such as not writing a page that has been
-sealed while the grant is open for other pages. Its report of the write is checked like any write. A grant may
-have several writers, each with other layers, heads or blocks. The loss of any of them before the grant is
-complete fails the grant.
+arrived already are not written again; a repeated write of the same bytes is acknowledged. A writer over
+shared memory checks only that the grant is open. It is trusted with the rest, such as not writing a page that
+has been sealed while the grant is open for other pages. Its report of the write is checked like any write. A
+grant may have several writers, each with other layers, heads or blocks. The loss of any of them before the
+grant is complete fails the grant.
 
 A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of its parts
 have. Each part is verified by its own checksum; the layer's checksum is then computed from the page.

@@ -3,8 +3,8 @@
 A rank of a tensor-parallel group sends the heads that it has. The layer has arrived when the heads of all
 ranks have.
 
-Invariants of each layer that is known here (it has begun to arrive in parts and is not complete): no head is
-both arrived and being received, and at least one head is one of them.
+Invariants of each layer that is known here (it has begun to arrive in parts and is not complete): at least
+one head has arrived or is being received, and for no head both are true.
 
 Owns: which heads of such layers have arrived. Does not know: bytes, grants, layers that arrive whole.
 """
@@ -36,12 +36,13 @@ class PartialLayers:
         return (page, layer) in self._layers
 
     def have_arrived(self, page: int, layer: int, heads: range) -> bool:
-        """Return whether all of these heads have arrived, of a layer that is not complete."""
+        """Return whether the layer is incomplete and all of these heads have arrived."""
         known = self._layers.get((page, layer))
         return known is not None and not _mask(heads) & ~known.arrived
 
     def begin(self, page: int, layer: int, heads: range) -> bool:
-        """Begin to receive these heads. Returns False, and changes nothing, if some were begun before."""
+        """Begin to receive these heads. Returns False, and changes nothing, if any of them was begun
+        before."""
         known = self._layers.get((page, layer))
         if known is None:
             known = self._layers[page, layer] = _Layer()

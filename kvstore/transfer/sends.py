@@ -127,7 +127,7 @@ class Send:
         """Numbers of layers of all blocks that are still to be submitted, and that are not in their remote
         pages yet. Both are 0 until the receiver's shard is known."""
         self._heads: range | None = None
-        """Heads of the model that are sent; None if the receiver has the same as this pool."""
+        """Heads of the model that are sent; None if the receiver has the same heads as this pool."""
         self._layer_bytes = segment.layout.layer_bytes
         """The bytes of a block's layer that are sent."""
         self._changed = asyncio.Event()

@@ -56,7 +56,7 @@ def overlaps(ours: KVLayout, group: Sequence[PoolShard]) -> list[Overlap]:
 def steps(ours: KVLayout, found: Sequence[Overlap], num_at_once: int) -> Iterator[range]:
     """Yield the positions of all layers, in order, up to `num_at_once` in each step.
 
-    An overlap has all layers of a step, as one byte range, or none.
+    An overlap has all layers of a step, as one byte range, or none of them.
     """
     if not all(overlap.has_same_heads for overlap in found):
         num_at_once = 1

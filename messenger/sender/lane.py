@@ -159,7 +159,7 @@ class Lane:
             self._pump()
 
     async def take_turns(self, request: LaneRequest) -> None:
-        """Let other tasks run if due, after a `request` that this side has copied."""
+        """Let other tasks run if their turn is due, after a `request` that this side has copied."""
         if not request.moving_bytes:
             self._stream.moved(request.num_bytes // _COPYING_SPEED)
         await self._stream.take_turns()

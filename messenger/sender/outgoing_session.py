@@ -46,7 +46,8 @@ _NUM_LOST_LANES = 64
 _YIELDED_TURNS = 2
 """Turns of the event loop left to a served caller: one until it runs, one for the work that it starts."""
 _MOST_LANES_LOST = 4
-"""The number of lanes lost in a row with one request in flight at which the request counts as the cause."""
+"""The number of lanes lost in a row with the same request in flight, at which the request counts as the
+cause."""
 SESSION_BYTES = 16
 """Bytes of the random name of a session."""
 
@@ -179,9 +180,10 @@ class OutgoingSession:
         Returns the checksums of each block that has arrived, by its index: each layer's little-endian
         xxh3-64, which the bytes in the view match.
 
-        With `heads` (of the model) only these are read: of a single layer, unless they are all heads of the
-        peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at once. A
-        cancelled call first waits until nothing will be written to `views` any more.
+        With `heads`, numbered as in the model, only these heads are read; `layers` is then a single layer,
+        unless `heads` are all heads of the peer. All blocks come in one answer, so no more than `frame_bytes`
+        should be asked for at once. A cancelled call first waits until nothing will be written to `views` any
+        more.
         """
         if not keys:
             return {}
@@ -238,7 +240,7 @@ class OutgoingSession:
             await lane.take_turns(request)
 
     def _track(self, request: LaneRequest, limit: asyncio.Semaphore) -> None:
-        """Count a request as pending until it is done, which then lets another request of its class in."""
+        """Count a request as pending until it is done. Then another request of its class is let in."""
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
@@ -284,7 +286,7 @@ class OutgoingSession:
         return reason
 
     def _fail_over(self, lane: Lane, reason: str) -> None:
-        """Requeue the requests of a lost lane for the other lanes, or end the session without one."""
+        """Requeue the requests of a lost lane for the other lanes; end the session if no lane is left."""
         unanswered = lane.take_outstanding()
         if not self._lanes:
             self._close(reason, unanswered)
@@ -308,7 +310,8 @@ class OutgoingSession:
             other.wake()
 
     def _detour(self, request: LaneRequest, lost: Lane, reason: str) -> None:
-        """Send a request over a standby path before it fails, as the lost path may be unable to carry it."""
+        """Send a request over a standby path before failing it, as only the path of `lost` may be unable to
+        carry it."""
         others = [lane for lane in self._lanes if lane.path.is_standby]
         is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
         if not lost.path.is_standby and others and is_wanted:

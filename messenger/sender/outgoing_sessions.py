@@ -1,7 +1,7 @@
 """Sessions with other messengers, opened on demand, and kept until their last lane is lost.
 
 Every path to a messenger has some streams, each kept up by a task: a lost connection is made again, with
-growing pauses, while the others carry on. If there are many sessions, idle ones are given up.
+growing pauses, while the other streams carry on. If there are many sessions, idle ones are given up.
 
 Owns: sessions by address, making and keeping their lanes. Does not know: the content of requests.
 """
@@ -57,9 +57,10 @@ class _Keeping:
 
     @property
     def may_come_up(self) -> bool:
-        """Whether no lane has come up yet, but one still may.
+        """Whether no lane has come up yet, but a lane still may.
 
-        (A first lane that was lost at once has ended the session.)
+        No lane may come up after the session has ended, as it does if a first lane came up and was lost at
+        once.
         """
         peer = self.peer
         return not peer.lanes and peer.closed_reason is None and len(self.failures) < len(self.tasks)
@@ -101,7 +102,8 @@ class OutgoingSessions:
         return [keeping.peer for keeping in self._sessions.values() if keeping.peer.closed_reason is None]
 
     async def peer(self, address: MessengerAddress) -> OutgoingSession:
-        """Return the session with the messenger at `address`. Raises TransferError if none can be made."""
+        """Return the session with the messenger at `address`. Raises TransferError if no session can be
+        made."""
         lock = self._connecting.setdefault(address, asyncio.Lock())
         async with lock:
             keeping = self._sessions.get(address)

@@ -1,7 +1,7 @@
 """The outlet of a lane: how the bytes of requests reach the peer, behind the lane's frames or beside them.
 
-An outlet is the sending counterpart of an inlet (`messenger.transport.transports`). Each transport has
-its own, and an opening that agrees with the peer on both in the handshake.
+An outlet is the sending counterpart of an inlet (`messenger.transport.transports`). Each transport has its
+own outlet and inlet, and an opening that makes both with the peer's answer in the handshake.
 
 Owns: what is the same over all transports. Does not know: the queues, other lanes.
 """

@@ -31,7 +31,8 @@ class Outstanding:
         self._fetch_deadline = Deadline(answer_timeout_s, missed)
         """Deadline of the answer to the oldest of `fetches`, which may take longer than writes."""
         self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
-        """Pairs of the number of requests begun before a `Close`, and that `Close`, until it has arrived."""
+        """The `Close` messages that may not have arrived, as pairs: the number of requests begun before, the
+        `Close`."""
 
     def begin(self, request: LaneRequest) -> None:
         self.num_bytes[request.urgency] += request.moving_bytes

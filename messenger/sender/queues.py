@@ -1,7 +1,7 @@
 """Queues of requests to one messenger, and the choice of lanes for them: latency before bulk.
 
 A frame that has been sent cannot be overtaken. So little bulk is in flight while latency requests are
-expected, and one of several lanes is kept free of it.
+expected, and one of several lanes is kept free of bulk.
 
 Owns: the queues and windows of both classes. Does not know: the clock, timers, what is done with a request.
 """
@@ -140,8 +140,8 @@ class Queues(Generic[CarrierT]):
         return bulk.popleft()
 
     def lane_for(self, urgency: Urgency, now_s: float) -> CarrierT | None:
-        """Return the lane with the fewest bytes in flight that may take a request of this class; None without
-        one."""
+        """Return, of the lanes that may take a request of this class, the lane with the fewest bytes in
+        flight; None if no lane may."""
         if not self._queues[urgency]:
             return None
         chosen, least_bytes = None, 0

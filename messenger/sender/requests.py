@@ -24,7 +24,8 @@ class WriteOutcome(Enum):
 
 
 class Urgency(IntEnum):
-    """The class of a transfer: latency goes before bulk. An integer, as it is looked up for every request."""
+    """The class of a transfer: latency goes before bulk. (Integers, as dicts are keyed by it for every
+    request.)"""
 
     LATENCY = auto()
     """A request waits for the transfer."""
@@ -127,6 +128,6 @@ LaneRequest = WriteRequest | FetchRequest | ProbeRequest
 
 
 def done_already(*_: Any) -> NoReturn:
-    """Stand in for a request's `done` after its call, so that no reference cycle through its owner is
-    left."""
+    """Stand in for a request's `done` after its call, so that no reference cycle through the request's owner
+    is left."""
     raise AssertionError("a request is done once")

@@ -38,8 +38,8 @@ class SendQueue:
         """Whether kept frames may not wait for a request any more."""
         self._outbox = Outbox(stream, self._all_left)
         self._leaving = Deadline(timeout_s, stuck)
-        """Deadline by which the peer must take the bytes that are being sent. (Messages about reads have no
-        answer that could be awaited.)"""
+        """Deadline by which the peer must take the bytes that are being sent. Deadlines of answers are not
+        enough, as messages about reads have no answer."""
 
     @property
     def is_stopped(self) -> bool:

@@ -1,4 +1,4 @@
-"""The outlet over shared memory: this side completes requests by copying, writes into granted pages and reads
+"""The outlet over shared memory. This side completes requests by copying: a write into granted pages, a read
 out of blocks that it finds. The receiver copies where this side cannot.
 
 The peer is told of a latency write in the call that copies it, of all other requests within `NOT_URGENT_S`.
@@ -56,7 +56,7 @@ class ShmOutlet(Outlet):
     def _place(
         self, request: WriteRequest, pages: SharedPages, *, tells: bool
     ) -> Sequence[bytes | memoryview]:
-        """Write the blocks, unless only the receiver can, and return the frames to send.
+        """Copy the blocks into the pages, unless only the receiver can copy, and return the frames to send.
 
         With `tells`, the receiver is told in the same call.
         """

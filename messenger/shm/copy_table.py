@@ -1,11 +1,11 @@
 """The copy table of a shared segment: the open grants of its pages, and the peers that are copying to them.
 
-A peer on the same host writes into granted pages itself, and tells their owner afterwards. Before it copies
-it checks the table, which lies in the segment; the owner of the pages checks it before it reuses them: see
-copy_table.cpp. Each lane has a *copy slot* in the table. A grant that is closed during a copy is *quiet* when
-that copy, or its process, has ended. Pages of a stopped process are not reused.
+A peer on the same host writes into granted pages itself, and tells their owner afterwards. The peer checks
+the table, which lies in the segment, before it copies. The owner checks the table before it reuses the pages:
+see copy_table.cpp. Each lane has a *copy slot* in the table. A grant that is closed during a copy is *quiet*
+when that copy, or its process, has ended. Pages of a stopped process are not reused.
 
-Copy slots outlive the owner's process as the segment does, as peers may still be copying.
+Copy slots outlive the owner's process, like the segment: peers may still be copying.
 
 Owns: copy slots and open grants. Does not know: pages, connections.
 """
@@ -181,7 +181,7 @@ class CopyTable:
     # -- grants -----------------------------------------------------------------------------------
 
     def open(self, grant_id: int) -> bool:
-        """Open a grant to copiers. Returns whether the table had a free entry for it."""
+        """Open a grant to copiers. Returns whether the table had a free entry for the grant."""
         return bool(self._native.open_grant(self._address, grant_id))
 
     def close(self, grant_id: int, on_quiet: Callable[[], None]) -> bool:

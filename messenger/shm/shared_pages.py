@@ -20,7 +20,7 @@ class SharedPages:
         """Take `slot` of the peer's writable `segment`. The peer's blocks have `layout`; bytes come from
         `source`.
 
-        Raises TransferError for a slot outside of the segment, or one that was given up meanwhile.
+        Raises TransferError for a slot that is outside of the segment, or was given up meanwhile.
         """
         end = slot.pages_offset + slot.num_pages * slot.page_stride
         is_inside = (
@@ -47,8 +47,8 @@ class SharedPages:
     def place(self, write: Write, layer_bytes: int, fd: int = -1, word: bytes = b"") -> int | None:
         """Place the bytes of all entries, `layer_bytes` bytes of each layer.
 
-        Returns None unless the bytes are in place and intact, and the grant was open all the time: then the
-        receiver has to copy the bytes, or to refuse them. Otherwise sends `word`, if there is any, over `fd`
+        Returns None if the bytes are not in place and intact, or if the grant was closed meanwhile; then the
+        receiver has to copy the bytes or refuse them. Otherwise sends `word`, if there is any, over `fd`
         without blocking, and returns the number of its bytes that were sent.
         """
         if layer_bytes <= SHORT_LAYER_BYTES:

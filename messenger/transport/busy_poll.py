@@ -84,6 +84,6 @@ class BusyPollSelector(EpollSelector):
 
 
 def event_loop(poll_s: float) -> asyncio.SelectorEventLoop:
-    """Return an event loop for a process whose answers other processes wait for, with busy polls of `poll_s`
-    seconds."""
+    """Return an event loop with busy polls of `poll_s` seconds, for a process whose answers are awaited by
+    others."""
     return asyncio.SelectorEventLoop(BusyPollSelector(poll_s))

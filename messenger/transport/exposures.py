@@ -46,8 +46,10 @@ class Exposures:
         """Close the pages of a transfer now. Idempotent."""
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """Close the pages of a transfer after `timeout_s` seconds, unless `conceal` does so before: the peer
-        was told to stop, and may confirm that."""
+        """Close the pages of a transfer after `timeout_s` seconds.
+
+        The peer was told to stop. If it confirms before, `conceal` closes the pages.
+        """
 
     def close(self) -> None:
         """Close everything that is open."""

@@ -132,7 +132,7 @@ class Stream:
         return self._num_moved >= TURN_BYTES
 
     async def take_turns(self) -> None:
-        """Let other tasks run, if due."""
+        """Let other tasks run if this connection's turn is over."""
         if self._num_moved >= TURN_BYTES:
             await asyncio.sleep(0)
             self._had_turns()

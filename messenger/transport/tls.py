@@ -68,8 +68,9 @@ class Tls:
 class TlsSocket:
     """A non-blocking socket with TLS, and with those methods of a plain socket that `Stream` uses.
 
-    Like a plain socket it raises BlockingIOError instead of waiting; ssl's own errors say in which direction
-    it would wait, which may be the other one during a handshake. The TLS socket owns the plain one.
+    Like a plain socket it raises BlockingIOError instead of waiting. ssl's own errors become BlockingIOError,
+    so nothing says whether it would wait to read or to write; in a handshake either may be. The TLS socket
+    owns the plain one.
     """
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:

@@ -125,8 +125,8 @@ class Remedy(Enum):
 def paths(
     choice: TransportChoice, host_id: str, address: MessengerAddress, nics: Sequence[str]
 ) -> list[list[Path]]:
-    """Return lists of paths to `address`. The paths of a list are used together; the next list is used if
-    none of them works."""
+    """Return lists of paths to `address`. The paths of a list are used together; the next list is used if no
+    path of the list works."""
     by_memory = [Path(Transport.SHM, address.unix_path)]
     by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
     by_rdma = [Path(Transport.RDMA, address.tcp_endpoints[0], nic) for nic in nics]
@@ -149,7 +149,7 @@ def paths(
 async def connect(path: Path, tls: Tls | None) -> Stream:
     """Return a connected stream.
 
-    Raises OSError, or TransferError for an invalid address or a peer without the same TLS.
+    Raises OSError. Raises TransferError for an invalid address, and for a peer without the same TLS.
     """
     try:
         family, address = await _resolved(path.address)
@@ -201,9 +201,10 @@ class SourceLayers(Protocol):
 
 
 class Inlet:
-    """Base class of inlets: by default the bytes come beside the connection; `TcpInlet` takes them from it.
+    """Base class of inlets: by default the bytes come beside the connection; `TcpInlet` takes them from the
+    connection.
 
-    Both ends of a lane have one: the receiver for writes, the sender for the blocks that it fetches. The
+    Both ends of a lane have an inlet: the receiver for writes, the sender for the blocks that it fetches. The
     sender has an `Outlet` beside it (`messenger.sender.outlet`).
     """
 
@@ -234,7 +235,7 @@ class Inlet:
         raise NotImplementedError
 
     async def discard(self, payload_bytes: int) -> None:
-        """Receive and drop an unwanted payload. Raises TransferError if the frame must not have one."""
+        """Receive and drop an unwanted payload. Raises TransferError if the frame must not have a payload."""
         expect_payload(0, payload_bytes)
 
 

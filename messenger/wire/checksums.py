@@ -118,7 +118,7 @@ class LayerChecksums:
         self._state = array("Q", bytes(64))
         """State of the compiled hash of a layer that has begun."""
         self._begun: xxhash.xxh3_64 | None = None
-        """The xxhash library's hash of a layer that has begun, without compiled code."""
+        """The xxhash library's hash of a layer that has begun; used without compiled code."""
 
     def advance(self, num_bytes: int) -> None:
         """Record that the first `num_bytes` bytes of the block have arrived, and hash them as far as

@@ -1,7 +1,7 @@
 """Messages between two messengers.
 
-The *sender* asks, the *receiver* answers (also with Fetch, where the blocks travel to the sender). A sender
-may have several connections (*lanes*) to one receiver: they are one *session*, and a transfer may use all of
+The *sender* asks, the *receiver* answers (also for a Fetch, whose blocks travel to the sender). A sender may
+have several connections (*lanes*) to one receiver: they are one *session*, and a transfer may use all of
 them.
 
     sender                                receiver
@@ -178,8 +178,8 @@ class Write(msgspec.Struct, tag=True, frozen=True):
 
     The grant is named again, as on another lane a write may arrive before the `Open`. `heads`: the heads
     `[begin, end)` of the model that are sent of each layer; None if both sides have the same heads, and all
-    are sent. `is_placed`: the bytes have been written and compared with their checksums. Then the next write
-    need not wait for the answer; the end of the transfer does.
+    are sent. `is_placed`: the bytes have been written and compared with their checksums. After such a write,
+    the next write need not wait for the answer, but the end of the transfer must.
     """
 
     transfer_id: int
@@ -196,7 +196,7 @@ class Write(msgspec.Struct, tag=True, frozen=True):
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """The end of a transfer; `reason` says why the sender gave up, or is None."""
+    """The end of a transfer. `reason`: why the sender gave it up; None if it is complete."""
 
     transfer_id: int
     reason: Text | None
@@ -206,8 +206,8 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
     """A request for layers `[layer_begin, layer_end)`, numbered as in the model, of those of the named blocks
     that the receiver has.
 
-    `heads` are those of `Write`. Unless they are all of the receiver's heads, only one layer can be fetched
-    at a time. `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
+    `heads`: as in `Write`. Unless they are all of the receiver's heads, only one layer can be fetched at a
+    time. `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
     """
 
     keys: list[bytes]

@@ -106,7 +106,7 @@ class MooncakeServeConnector(KVConnectorBase_V1):
     def has_pending_block_frees(self) -> bool:
         """Return whether finished requests keep pages.
 
-        vLLM asks before preempting a request; the pages are freed instead.
+        vLLM asks before it preempts a request. If there are such pages, the next step frees them instead.
         """
         return self._scheduler.demand_pages()
 

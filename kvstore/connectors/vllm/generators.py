@@ -2,7 +2,7 @@
 
 A request with a seed has a generator of its own. vLLM also draws a token behind each part of a prompt, throws
 it away, and sets the generator back by the offset of that draw. Generators for CPUs have no offset: vLLM 0.32
-ends there with `CPU Generator does not use offset`, and all requests of the server with it.
+then ends with `CPU Generator does not use offset`, and so do all requests of the server.
 
 Owns: the generators' states at the beginning of a step. Does not know: requests. Loads torch.
 """

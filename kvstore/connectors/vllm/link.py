@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 32
 _FIRST_TIMEOUT_S = 2.0
-"""Seconds for a pool's first answer to an engine, and for later answers."""
+"""Seconds that a pool may take for each answer to an engine, the first answer included."""
 _RETRY_S = 1.0
 _ADVICE = "give each model its own pool"
 
@@ -63,7 +63,7 @@ class PoolLink:
     def _join(self) -> None:
         """Connect to the pools.
 
-        Raises PoolError if none answers, ConfigError or MismatchError if one does not fit.
+        Raises PoolError if no pool answers, ConfigError or MismatchError if a pool does not fit.
         """
         try:
             pool = self._connect(None)

@@ -133,7 +133,8 @@ class SchedulerSide:
         return max(0, num_tokens // self._page_tokens * self._page_tokens - num_local_tokens)
 
     def _found(self, tracked: _Tracked, num_tokens: int) -> FoundPrefix | None:
-        """Return the result of a request's search, begun if there is none; None while the search goes on."""
+        """Return the result of a request's search, which this call begins if need be; None while the search
+        goes on."""
         now_s = time.monotonic()
         if tracked.search is not None and now_s - tracked.search.begun_s > _LEASE_S / 2:
             self._end_search(tracked)  # its lease may end before the load
@@ -290,7 +291,7 @@ class SchedulerSide:
         return tracked
 
     def _keys(self, tracked: _Tracked, num_tokens: int) -> list[BlockKey]:
-        """Return the keys of the full blocks of the first `num_tokens` tokens, or of more."""
+        """Return the keys of the full blocks of the first `num_tokens` tokens, or of more tokens."""
         if len(tracked.keys) < num_tokens // self._block_size:
             tokens = tracked.request.all_token_ids[:num_tokens]
             tracked.keys = extended_keys(tracked.keys, tokens, self._block_size, tracked.root)
