@@ -158,7 +158,7 @@ class Backend:
                 return  # another thread was faster
 
     def _open(self, timeout_s: float, *, may_format: bool) -> PoolConnection:
-        """Return a new connection, with the serial of one that was lost if there is one."""
+        """Return a new connection, with the serial of a lost connection if there is such a serial."""
         with self._lock:
             serial = self._free_serials.pop() if self._free_serials else next(_serials)
             was_unsettled = self._num_unsettled > 0

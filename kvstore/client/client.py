@@ -63,8 +63,8 @@ class KVCachePool:
     """One or more parts of the KVCache pool, each an instance's. Made by `connect`; a context manager.
 
     A key has 16 bytes, a block the layout's `block_bytes`. Puts go to the first pool. Reads go to the first
-    pool, and to the others for blocks that it lacks. A pool that does not answer counts as empty, and is
-    tried again about a second later. If no pool answers, the call raises an error: MismatchError if a pool
+    pool; blocks that it lacks are read from the other pools. A pool that does not answer counts as empty, and
+    is tried again about a second later. If no pool answers, the call raises an error: MismatchError if a pool
     has come back with other blocks, ConfigError if a pool has come back with another cluster key, else
     PoolError.
     """
@@ -290,7 +290,7 @@ class KVCachePool:
         """Return the statistics of every pool that answers, by instance name.
 
         `check_integrity`: check every page now; meanwhile the pool answers nobody. By default `integrity` and
-        `num_orphaned` are those of the latest check, which a pool makes when it is idle.
+        `num_orphaned` are results of the latest check, which a pool makes when it is idle.
         """
         self._check([])
 

@@ -183,7 +183,8 @@ class PoolConnection(ABC):
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
         """Copy `layers` of each block that this pool has intact.
 
-        Returns for each block whether it was copied; otherwise its buffer may have changed.
+        Returns for each block whether it was copied; the buffer of a block that was not copied may have
+        changed.
         """
         is_there: list[bool] = []
         for part in self.parts(len(keys)):

@@ -47,7 +47,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
         """Make an adapter, whose pools may start later, end, and come back.
 
         Args:
-            params: `pool`, one address or a list of them, and for addresses on other hosts `key_file`.
+            params: `pool`, one address or a list of addresses; for addresses on other hosts also `key_file`.
             l1_memory_desc: LMCache's description of its own memory, which is not used.
 
         Raises ConfigError for other params.

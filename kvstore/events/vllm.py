@@ -28,7 +28,7 @@ STORAGE.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """The sequence number of the message behind the last batch of a replay: -1."""
 _HASH_BYTES = 8
-"""The number of bytes of a key that vLLM's integer hashes hold: the key's last ones."""
+"""The number of bytes of a key that vLLM's integer hashes hold: the last bytes of the key."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -118,7 +118,7 @@ class VllmPublisher(Publisher):
     def _answer(self, request: list[bytes]) -> Iterator[list[bytes]] | None:
         """Yield the answers to a replay request.
 
-        A REQ socket puts an empty frame before its request and needs one before the answer.
+        A REQ socket puts an empty frame before its request, and needs an empty frame before the answer.
         """
         *envelope, start = request or [b""]
         if len(start) != 8 or envelope not in ([], [b""]):

@@ -60,8 +60,8 @@ class Evictor:
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` pages are free.
 
-        Returns False if too few blocks can be evicted now: a block that cannot be is in use, or the lower
-        tier does not hold it yet.
+        Returns False if too few blocks can be evicted now: the blocks are in use, or the lower tier does not
+        hold them yet.
         """
         while self._allocator.num_free < num_pages:
             page = self._allocator.coldest()
@@ -82,7 +82,7 @@ class Evictor:
             raise self._refusal(num_pages, self._allocator.num_idle)
 
     def check(self, num_pages: int, num_kept: int) -> None:
-        """Check that `num_pages` pages are free or idle, without `num_kept` of the idle ones. Raises
+        """Check that `num_pages` pages are free or idle, not counting `num_kept` of the idle pages. Raises
         PoolFullError."""
         num_evictable = self._allocator.num_idle - num_kept
         if num_pages > self._allocator.num_free + num_evictable:
@@ -128,6 +128,7 @@ class Evictor:
         self.changed()
 
     def changed(self) -> None:
-        """Wake the tasks that wait for a page, as one has become free or idle, or may be evicted now."""
+        """Wake the tasks that wait for a page, as some page has become free or idle, or may be evicted
+        now."""
         self.space_epoch += 1
         self._on_space()

@@ -242,8 +242,8 @@ class PageTable:
     def seal_all(
         self, pages: Sequence[int], keys: Sequence[BlockKey], first_use: int, positions: Sequence[int]
     ) -> None:
-        """Seal many pages. `first_use` is the `last_use` of the first page, and the others count on from
-        it."""
+        """Seal many pages. `first_use` is the `last_use` of the first page, and each further page gets the
+        next number."""
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] == RESERVED)
         self._keys[index] = np.frombuffer(b"".join(keys), self._keys.dtype)

@@ -40,7 +40,7 @@ class Pool:
     """The states and users of all pages of a table, whose sealed blocks are adopted.
 
     `on_sealed` is called with pages whose blocks can be found from then on, adopted ones included.
-    `low_watermark`, `on_space` and `on_pressure` are those of `Evictor`.
+    `low_watermark`, `on_space` and `on_pressure` are described at `Evictor`.
     """
 
     def __init__(
@@ -141,10 +141,9 @@ class Pool:
     ) -> PageReservation:
         """Reserve a page for each key and `num_private` pages without a key, all or none.
 
-        The page of a sealed block is the one that has it. `writer` will write the fresh pages through its own
-        mapping. The pages count towards the share of `tenant`; an empty name stands for no tenant. Raises
-        PoolFullError if too few pages are free or can be evicted now, PoolError if the pool has too few pages
-        at all.
+        A sealed block keeps its page. `writer` will write the fresh pages through its own mapping. The pages
+        count towards the share of `tenant`; an empty name stands for no tenant. Raises PoolFullError if too
+        few pages are free or can be evicted now, PoolError if the pool has too few pages at all.
         """
         self._check_size(len(keys) + num_private)
         number = self.allocator.shares.enter(tenant)  # before others' blocks are evicted for it
@@ -181,7 +180,7 @@ class Pool:
             raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
 
     def renew_pages(self, reservation: PageReservation, blocks: Sequence[Block]) -> None:
-        """Replace the pages of blocks of `reservation`, as a transfer may still write the old ones.
+        """Replace the pages of blocks of `reservation`, as a transfer may still write the old pages.
 
         Layers that have arrived are lost. Does nothing if the reservation has been released. Without room
         raises PoolFullError, and changes nothing.

@@ -2,9 +2,9 @@
 
 A block belongs to the tenant that has reserved its page, or that is the first to use it after a restart. The
 share of an active tenant is three quarters of an equal part of the pages; the last quarter is headroom, so
-that some block can always be evicted. A tenant may use pages that others leave unused. Blocks without a
-tenant, or of a tenant that has used nothing for a while, are not protected: they are evicted in the order of
-the policy, like the blocks of tenants above their share. A tenant's pages in use count as pages that it has,
+that some block can always be evicted. A tenant may use pages that other tenants leave unused. Blocks without
+a tenant, or of a tenant that has used nothing for a while, are not protected: they are evicted in the order
+of the policy, like the blocks of tenants above their share. A tenant's pages in use count towards its share,
 but are never evicted: running requests go before shares.
 
 Owns: whose each page is. Does not know: which pages are free, the order of eviction, requests.
@@ -76,8 +76,8 @@ class Shares:
         """Return how many pages of each tenant its share does not protect: `[num_tenants]`, by the tenant's
         number.
 
-        None if nobody is protected from others: there are fewer than two active tenants. `in_use` are the
-        pages that are not free, `[n]`.
+        None if there are fewer than two active tenants, so that no tenant is protected from another tenant.
+        `in_use` are the pages that are not free, `[n]`.
         """
         if len(self._last_use_s) < 2:
             return None

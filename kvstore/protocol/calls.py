@@ -320,7 +320,7 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
-"""The calls that may wait for other users. All others are answered within seconds."""
+"""The calls that may wait for other users. All other calls are answered within seconds."""
 Call = (
     Attach
     | Connect

@@ -356,7 +356,7 @@ class ClientSession:
     # -- fetches ----------------------------------------------------------------------------------
 
     def _start_fetch(self, call: FetchBlocks) -> None:
-        """Start a fetch at once, as the next message may be the one that stops it."""
+        """Start a fetch at once, as the next message may stop it."""
         try:
             fetch = self._fetches.begin(call, self._find(call.reservation_id))
         except PoolError as error:

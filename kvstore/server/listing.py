@@ -23,7 +23,8 @@ from mooncake.messages.pools import PeerStats, PoolStats, Tier, TierStats
 def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
     """Return all counters.
 
-    `check_integrity`: check every page now; else `integrity` and `num_orphaned` are those of the last check.
+    `check_integrity`: check every page now; else `integrity` and `num_orphaned` are results of the last
+    check.
     """
     if check_integrity:
         store.check()

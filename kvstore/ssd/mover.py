@@ -130,7 +130,8 @@ class Mover:
             )
 
     async def flush(self, timeout_s: float) -> None:
-        """Write to SSD the blocks that only DRAM has, latest use first, for at most `timeout_s` seconds.
+        """Write to SSD, for at most `timeout_s` seconds, the blocks that only DRAM has, most recently used
+        first.
 
         Called before the process ends.
         """
@@ -265,8 +266,8 @@ class Mover:
             self._pool.unhold(page, used=False)
 
     async def _claim(self, keys: Iterable[BlockKey], claims: _Claims, patiently: bool) -> None:
-        """Hold the blocks that are in DRAM, and begin to promote the others, waiting for pages as
-        `keep_promoted` says."""
+        """Hold the blocks of `keys` that are in DRAM, and begin to promote those that are not. Waits for
+        pages as `keep_promoted` describes."""
         assert self._ssd is not None
         # What is there comes first: else it might have to go to make room for the others.
         for key in sorted(dict.fromkeys(keys), key=lambda key: self._pool.find(key) is None):

@@ -146,7 +146,7 @@ class Slab:
                 self.table.clear(slot)
 
     def read(self, slot: int, block: memoryview) -> None:
-        """Read a block from a slot into `block`. Conditions are those of `write`."""
+        """Read a block from a slot into `block`. The conditions of `write` apply."""
         assert len(block) == self.slot_bytes
         offset, num_done = self.header.page_offset(slot), 0
         while num_done < self.slot_bytes:

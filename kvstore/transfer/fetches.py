@@ -78,7 +78,7 @@ class BlockFetch:
         self._blocks = [_block_at(reservation, index) for index in indices]
         self._on_layers = on_layers
         self._num_wanted = len(self._blocks)
-        """Number of blocks before the first one that a source is known to lack."""
+        """Number of blocks before the first block that a source is known to lack."""
         self._pages = {block.page for block in self._blocks}
         """Pages of the blocks that have not been given up. No request for another block is in flight."""
         if len(self._pages) < len(indices):

@@ -52,7 +52,8 @@ class Port:
 
     @property
     def best_address(self) -> tuple[int, ipaddress.IPv6Address] | None:
-        """The preferred address: an IPv4 one if there is one, a link-local one last; None without any."""
+        """The preferred address: IPv4 before IPv6, and of each kind link-local last; None without an
+        address."""
         return min(
             self.addresses,
             key=lambda entry: (entry[1].ipv4_mapped is None, entry[1].is_link_local, entry[0]),

@@ -113,8 +113,8 @@ class Cards:
         return self._cards[name]
 
     async def answering(self, remote: EndpointInfo) -> Card:
-        """Return a card for a peer's queue pair: the cards on the peer's network in turn, or all cards if
-        none is.
+        """Return a card for a peer's queue pair: the cards on the peer's network in turn, or all cards in
+        turn if no card is there.
 
         Raises TransferError.
         """
@@ -161,8 +161,8 @@ def open_cards(settings: MessengerConfig) -> Cards:
 
 
 def _open(names: Sequence[str], gid_index: int | None, reasons: list[str]) -> list[Adapter]:
-    """Return the devices of these names that could be opened, and append to `reasons` why others are not
-    used."""
+    """Return the devices of these names that could be opened, and append to `reasons` why the other devices
+    are not used."""
     found = find_devices(names, gid_index)
     reasons += found.reasons
     adapters = []

@@ -294,7 +294,8 @@ class IncomingLane:
         return WriteAck(RefusalKind.CORRUPT, brief(reason))
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
-        """Queue an acknowledgement, to be sent with those of other writes; None acknowledges a good write."""
+        """Queue an acknowledgement, to be sent with the acknowledgements of other writes. An `answer` of None
+        acknowledges a good write."""
         self._acks.append(_ACK if answer is None else encode_frame(answer))
         self._are_acks_urgent = True
         self._acknowledged_bytes += num_bytes

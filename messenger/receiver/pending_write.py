@@ -22,8 +22,8 @@ class HeadRanges:
     def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
         """Return the heads of this side that a frame names (None: all), and their bytes in each layer.
 
-        Raises TransferError for an empty range, or if the frame names no heads though the two sides have
-        different ones.
+        Raises TransferError for an empty range, or if the frame names no heads although the heads of the two
+        sides differ.
         """
         layout = self._layout
         if heads is None:

@@ -1,4 +1,4 @@
-"""The pool that a messenger serves to others: pages that they may write, blocks that they may read.
+"""The pool that a messenger serves to other messengers: pages that they may write, blocks that they may read.
 
 Owns: the interfaces that the owner of the pool implements. Does not know: connections.
 """

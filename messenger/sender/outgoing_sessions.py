@@ -59,7 +59,7 @@ class _Keeping:
     def may_come_up(self) -> bool:
         """Whether no lane has come up yet, but a lane still may.
 
-        No lane may come up after the session has ended, as it does if a first lane came up and was lost at
+        After the session has ended, no lane comes up. The session has ended if its first lane was lost at
         once.
         """
         peer = self.peer
@@ -262,7 +262,7 @@ def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSessio
 
 
 def _check_who(met: Identity, address: MessengerAddress) -> None:
-    """Check that the messenger is the one that the address names. Raises TransferError."""
+    """Check that the messenger `met` is the messenger that the address names. Raises TransferError."""
     if (met.instance, met.incarnation) != (address.instance, address.incarnation):
         raise TransferError(
             f"expected messenger {address.instance} (incarnation {address.incarnation}), but"

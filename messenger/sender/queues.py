@@ -22,9 +22,9 @@ BULK_LETS_BY_S = 0.1
 """The most seconds for which waiting latency requests go first. Then a piece of bulk goes, so that bulk does
 not starve."""
 _WINDOW_BYTES = 8 << 20
-"""The bytes of one class in flight on one lane from which on it takes no further request of the class."""
+"""The bytes of one class in flight on a lane from which on the lane takes no further request of the class."""
 _LATENCY_EXPECTED_S = 1.0
-"""Seconds after a latency request for which another one is expected."""
+"""Seconds after a latency request for which a further latency request is expected."""
 
 
 class Carrier(Protocol):
@@ -108,7 +108,7 @@ class Queues(Generic[CarrierT]):
         self._queues[request.urgency].append(request)
 
     def put_back(self, request: LaneRequest) -> None:
-        """Insert a request before all others of its class."""
+        """Insert a request before all other requests of its class."""
         self._queues[request.urgency].appendleft(request)
 
     def remove(self, request: LaneRequest) -> bool:

@@ -21,7 +21,7 @@ class Backoff:
     """The decision before which sleeps to busy poll: half as often after each poll without an event.
 
     Where other processes want the processor, polls are rarer still: the scheduler lets a process that polls
-    wait behind the others, but runs a process that is woken up before them.
+    wait behind the other processes, but runs a process that is woken up before them.
     """
 
     def __init__(self) -> None:
@@ -84,6 +84,6 @@ class BusyPollSelector(EpollSelector):
 
 
 def event_loop(poll_s: float) -> asyncio.SelectorEventLoop:
-    """Return an event loop with busy polls of `poll_s` seconds, for a process whose answers are awaited by
-    others."""
+    """Return an event loop that busy polls for `poll_s` seconds, for a process that other processes wait
+    for."""
     return asyncio.SelectorEventLoop(BusyPollSelector(poll_s))

@@ -68,9 +68,9 @@ class Tls:
 class TlsSocket:
     """A non-blocking socket with TLS, and with those methods of a plain socket that `Stream` uses.
 
-    Like a plain socket it raises BlockingIOError instead of waiting. ssl's own errors become BlockingIOError,
-    so nothing says whether it would wait to read or to write; in a handshake either may be. The TLS socket
-    owns the plain one.
+    Like a plain socket it raises BlockingIOError instead of waiting, in place of ssl's own errors. So the
+    error does not say whether the wait would be to read or to write; during a handshake it may be either. The
+    TLS socket owns the plain one.
     """
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:

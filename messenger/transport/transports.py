@@ -117,7 +117,7 @@ class Remedy(Enum):
     RETRY = "retry"
     """The same path may work with a new lane."""
     OTHER_PATH = "other path"
-    """Another path may work: the peer did not answer on this one, or its device has failed."""
+    """Another path may work: on this path the peer did not answer, or this path's device has failed."""
     GIVE_UP = "give up"
     """Nothing helps over this transport: the request itself was refused and would be again."""
 

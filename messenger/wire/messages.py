@@ -55,8 +55,8 @@ def brief(text: str) -> str:
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """The first frame of the sender: the versions of this protocol that it speaks, and its nonce.
 
-    A `newest_version` of None means the oldest one. Senders of version 6 send only `protocol_version`, which
-    is the name of `oldest_version` on the wire.
+    A `newest_version` of None stands for `oldest_version`. Senders of version 6 send only `protocol_version`,
+    which is the name of `oldest_version` on the wire.
     """
 
     oldest_version: int = msgspec.field(name="protocol_version")
@@ -203,10 +203,10 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """A request for layers `[layer_begin, layer_end)`, numbered as in the model, of those of the named blocks
-    that the receiver has.
+    """A request for layers `[layer_begin, layer_end)`, numbered as in the model, of the named blocks. The
+    receiver answers with the blocks that it has.
 
-    `heads`: as in `Write`. Unless they are all of the receiver's heads, only one layer can be fetched at a
+    `heads`: as in `Write`. Unless `heads` are all of the receiver's heads, only one layer can be fetched at a
     time. `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
     """
 

@@ -38,7 +38,7 @@ from mooncake.versions import Versions
 SPOKEN = Versions(6, 7)
 """The versions of this protocol that messengers speak (`mooncake.versions`)."""
 MAX_META_BYTES = 1 << 20
-"""The most bytes of a message: several times those of a write of `MAX_FRAME_ENTRIES` entries."""
+"""The most bytes of a message: several times as many as a write of `MAX_FRAME_ENTRIES` entries has."""
 MAX_GREETING_BYTES = 4096
 """The most bytes of a message from an unauthenticated peer."""
 MAX_FRAME_ENTRIES = 1024
@@ -50,7 +50,7 @@ This limits how long other frames wait behind a frame.
 """
 
 NOT_URGENT_S = 0.002
-"""Seconds for which a message may wait to leave together with another one."""
+"""Seconds for which a message may wait to leave together with a later message."""
 
 SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
 """The advice where only one side speaks TLS."""

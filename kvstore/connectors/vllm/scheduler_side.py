@@ -96,7 +96,8 @@ class SchedulerSide:
         Args:
             link: The link to the pools.
             page_tokens: The tokens of an engine's page.
-            adapter_of: Returns the digest of a request's adapter, empty for none; None if it has no identity.
+            adapter_of: Returns the digest of a request's adapter: empty without an adapter, None for an
+                adapter that has no identity.
             loads: Whether blocks of the pool are loaded (kv_role kv_consumer, kv_both).
             stores: Whether computed blocks are stored (kv_role kv_producer, kv_both).
         """

@@ -81,7 +81,7 @@ class WorkerStores:
         """Finished requests that keep pages, the oldest first."""
         self._incomplete: set[str] = set()
         """Running requests of which a block was not stored. Their later blocks are not stored either, as no
-        request could use them."""
+        request could use later blocks without that block."""
         self._resume_s = 0.0
         self._is_closed = False
         self._reading = threading.Lock()
