@@ -147,7 +147,7 @@ class Conductor:
 
     @property
     def versions(self) -> dict[str, Counter[int]]:
-        """For each kind of peer: the number of peers by the version in which they and the Conductor speak."""
+        """The numbers of peers, by kind of peer and by the version in which they and the Conductor speak."""
         instances = Counter(instance.version for instance in self.instances)
         return {"front": Counter(self._fronts.versions), "instance": instances}
 

@@ -33,8 +33,8 @@ class PrefixMatch(NamedTuple):
     depths: list[int]
     """Numbers of leading blocks, in any tier, in rising order."""
     masks: list[int]
-    """For each depth, the mask of the slots that hold exactly this number of leading blocks. Each slot is in
-    one mask."""
+    """Masks of the slots that hold exactly so many leading blocks, one for each depth. Each slot is in one
+    mask."""
     on_ssd: list[tuple[int, int]]
     """Numbers of consecutive blocks, each with the mask of the slots that hold these blocks on SSD only."""
 

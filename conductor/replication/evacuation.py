@@ -39,8 +39,8 @@ class _Leaving:
     wanted: list[Sequence[BlockKey]]
     """Prefixes whose copies have not arrived, the most important first."""
     ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
-    """By a prefix's last block: the instance that was ordered to fetch it, and the number of blocks that the
-    instance lacked."""
+    """The instance that was ordered to fetch a prefix, and the number of blocks that the instance lacked, by
+    the prefix's last block."""
 
 
 class Evacuation:

@@ -1,7 +1,7 @@
 """Attention of some KV heads in a helper's process (moved_heads.h; BanaServe, section 4.1, figure 4).
 
-Two processes share memory: a mailbox, in which the owner of the sequences describes each pass and asks for
-each layer, and the pages of the moved heads, which the helper's attention reads and writes. The moved heads
+Both processes have a mailbox (`kernels.cpu.mailbox`), in which the owner of the sequences describes each pass
+and asks for each layer. The helper's attention reads and writes the pages of the moved heads. The moved heads
 are the last ones. Bytes exchanged by a token and layer: queries, keys and values to the helper, results back.
 The result is, bit for bit, that of attention over all heads in one process, as heads do not depend on each
 other.

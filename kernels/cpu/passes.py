@@ -1,4 +1,4 @@
-"""The description of a forward pass in memory that two processes share.
+"""The description of a forward pass in the mailbox of an owner and its helper.
 
 Owns: the layout of a description. Does not know: what is computed in the pass, who reads it when.
 """

@@ -44,7 +44,7 @@ _LISTENED_AT = {
     "messenger.hosts": "messenger.listen_hosts",
     "pipeline.endpoints": "pipeline.listen_endpoint",
 }
-"""For each key with the address given to other nodes: the key with the address at which this node listens."""
+"""The keys with the addresses at which this node listens, by the keys with those given to other nodes."""
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD", "MOONCAKE_CPU_KERNELS"})
 """Environment variables that are no keys: between a supervisor and its children, and for the CPU's

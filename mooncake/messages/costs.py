@@ -53,7 +53,7 @@ def tbt_margin_s(iteration_s: float, empty_iteration_s: float) -> float:
 
 
 class BatchShare(NamedTuple):
-    """What requests get of a batch that may have fewer slots than there are requests."""
+    """The service of requests by a batch that may have fewer slots than there are requests."""
 
     batched: float
     """The share of the requests that are in the batch at a time, from 0 to 1."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -83,6 +83,30 @@ class HostedLayers:
     """The owner's end of the exchange with the helper."""
     remote: RemotePages | None
     """The pages of a helper on another host."""
+
+
+class _LayerHeads(NamedTuple):
+    """The pages of consecutive heads of one layer: a tensor, or without memory in it (meta) the layer
+    `position` of `remote`."""
+
+    tensor: torch.Tensor
+    remote: RemotePages | None
+    position: int
+
+    def read(self, pages: torch.Tensor) -> torch.Tensor:
+        """Return copies of pages, `[n, num_heads, 2, page_size, head_dim]`."""
+        if self.tensor.is_meta:
+            assert self.remote is not None
+            return self.remote.read_layer(self.position, pages)
+        return gather_pages(self.tensor, pages)
+
+    def write(self, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy blocks, shaped as in `read`, into pages."""
+        if self.tensor.is_meta:
+            assert self.remote is not None
+            self.remote.write_layer(self.position, pages, blocks)
+        else:
+            scatter_pages(self.tensor, pages, blocks)
 
 
 class DeviceKVCache:
@@ -227,34 +251,29 @@ class DeviceKVCache:
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Return copies of `pages` (int64 `[n]`) of one layer: `[n, len(kv_heads), 2, page_size,
         head_dim]`. Raises TransferError if they are at a lost helper on another host."""
-        if self.hosted is not None and self.hosted.remote is not None and layer in self.hosted.layers:
-            return self.hosted.remote.read_layer(layer - self.hosted.layers.start, pages)
-        kept = gather_pages(self.layer(layer), pages)
-        if self.moved is None:
-            return kept
-        position, remote = layer - self.layers.start, self.moved.remote
-        if remote is None:
-            moved = gather_pages(self.moved.layers[position], pages)
-        else:
-            moved = remote.read_layer(position, pages)
-        return torch.cat((kept, moved), dim=1)
+        parts = [heads.read(pages) for heads in self._heads_of(layer)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def scatter(self, layer: int, pages: torch.Tensor, blocks: torch.Tensor) -> None:
         """Copy one layer of blocks `[n, len(kv_heads), 2, page_size, head_dim]` into pages, int64 `[n]`.
 
         Raises TransferError as `gather`.
         """
-        if self.hosted is not None and self.hosted.remote is not None and layer in self.hosted.layers:
-            self.hosted.remote.write_layer(layer - self.hosted.layers.start, pages, blocks)
-            return
-        num_kept = self.layer_shape[1]
-        scatter_pages(self.layer(layer), pages, blocks[:, :num_kept])
+        first = 0
+        for heads in self._heads_of(layer):
+            end = first + heads.tensor.shape[1]
+            heads.write(pages, blocks[:, first:end])
+            first = end
+
+    def _heads_of(self, layer: int) -> list["_LayerHeads"]:
+        """Return the pages of a layer: all heads together, or those here and those that are moved."""
+        first = 0 if self.hosted is None else self.hosted.layers.start
+        remote = None if self.hosted is None else self.hosted.remote
+        heads_of = [_LayerHeads(self.layer(layer), remote, layer - first)]
         if self.moved is not None:
-            position, remote = layer - self.layers.start, self.moved.remote
-            if remote is None:
-                scatter_pages(self.moved.layers[position], pages, blocks[:, num_kept:])
-            else:
-                remote.write_layer(position, pages, blocks[:, num_kept:])
+            position = layer - self.layers.start
+            heads_of.append(_LayerHeads(self.moved.layers[position], self.moved.remote, position))
+        return heads_of
 
     def rearrange(
         self, layers: list[torch.Tensor], helped: MovedHeads | HostedLayers | None

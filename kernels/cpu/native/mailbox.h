@@ -115,13 +115,12 @@ inline void receive_all(Mailbox& mailbox) {
     if (received == Received::END) close_exchange(mailbox);
 }
 
-// Sends what this side has written. Takes what arrives meanwhile: else both sides could wait for each other. The other side may
-// take nothing for a layer's time.
+// Sends what this side has written. Takes what arrives meanwhile: else both sides could wait for each other. A helper that computes
+// takes nothing for a layer's time.
 inline void send_frame(Mailbox& mailbox, Frame frame) {
     const Wire& wire = mailbox.wire;
     iovec parts[] = {{&frame, sizeof frame}, {reinterpret_cast<char*>(&mailbox) + frame.offset, frame.num_bytes}};
     auto taken = Clock::now();
-    uint32_t computed = mailbox.computed.load();
     while (parts[0].iov_len + parts[1].iov_len > 0 && !mailbox.closed.load()) {
         msghdr message = {};
         message.msg_iov = parts;
@@ -129,7 +128,6 @@ inline void send_frame(Mailbox& mailbox, Frame frame) {
         ssize_t num = sendmsg(wire.descriptor, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (num < 0 && errno == EINTR) continue;
         if (num < 0 && errno == EAGAIN) {
-            if (const uint32_t before = computed; (computed = mailbox.computed.load()) != before) taken = Clock::now();
             if (wire.timeout_ms && Clock::now() - taken > std::chrono::milliseconds(wire.timeout_ms))
                 return close_exchange(mailbox);
             pollfd either = {wire.descriptor, POLLIN | POLLOUT, 0};
@@ -162,10 +160,13 @@ inline void count_up(Mailbox& mailbox, Counter counter, const void* data, uint64
     if (!mailbox.wire.is_connected()) wake_other(count);
 }
 
-// Counts a layer of a pass that is answered as a whole. Takes what has arrived: the owner may send another pass meanwhile.
+// Counts a layer of a pass that is answered as a whole, for which nobody waits asleep. Takes what has arrived over a stream: the
+// owner may send another pass meanwhile.
 inline void layer_computed(Mailbox& mailbox) {
-    count_up(mailbox, Counter::COMPUTED, reinterpret_cast<const char*>(&mailbox) + COUNTERS_BYTES, 0);
-    if (mailbox.wire.is_connected()) receive_all(mailbox);
+    const uint32_t computed = mailbox.computed.fetch_add(1) + 1;
+    if (!mailbox.wire.is_connected()) return;
+    show(mailbox, reinterpret_cast<const char*>(&mailbox) + COUNTERS_BYTES, 0, Counter::COMPUTED, computed);
+    receive_all(mailbox);
 }
 
 // False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`. `is_due` may put `end` off.
