@@ -10,6 +10,7 @@ from mooncake.messages.migration import PlaceModules
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
+from tests.workers.gate import Brake
 from tests.workers.mini_cluster import FINGERPRINT, tokens_of
 from tests.workers.modules_lab import NUM_PAGES, paired, until, wide_model
 from tests.workers.modules_lab import hosting as hosting_of
@@ -105,10 +106,13 @@ async def test_requests_that_a_helper_had_wait_for_each_other_when_pages_are_len
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         expected = await tokens_of(pair.begin("alone", 150, pair.helper).answer)
-        own = [pair.begin(f"own{index}", 150, pair.helper) for index in range(4)]  # 20 pages each in the end
-        await until(lambda: all(one.answer.tokens for one in own))
-        await pair.move(1)  # 16 pages: they may have 20 of the 48 by now
-        assert 32 <= pair.helper.executor.kv.num_usable_pages <= 36
+        await until(lambda: pair.helper.executor.kv.num_free_pages == NUM_PAGES)
+        brake = Brake(pair.helper.executor)
+        with brake.on():
+            own = [pair.begin(f"own{index}", 150, pair.helper) for index in range(4)]  # 20 pages in the end
+            await brake.holds()
+            await pair.move(1)
+            assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES - 16
         for one in own:
             assert await tokens_of(one.answer) == expected
         assert pair.helper.decode.meter.stats.num_preemptions
