@@ -1,9 +1,10 @@
 """Addresses of sockets, IPv4 or IPv6: where a process listens, and what other processes are told.
 
-A name means its IPv4 addresses, or its IPv6 addresses if it has no others.
+A name means its IPv4 addresses, or its IPv6 addresses if it has no IPv4 address.
 
 TCP alone notices after a quarter of an hour that the other end has vanished without a word, and never if
-nothing is sent. ZeroMQ's sockets give such a connection up, and look the name up again, after some seconds.
+nothing is sent. The ZeroMQ sockets that are prepared here give up such a connection after some seconds, and
+look up the name again.
 
 Owns: these rules. Does not know: the kinds of sockets, messages, keys.
 """
@@ -50,8 +51,8 @@ def _prepare(either: "zmq.Socket[Any]", endpoint: str) -> None:
 
 
 def advertised(endpoint: str, bound: str) -> str:
-    """Return the endpoint that other processes get: `endpoint`, with the port of `bound` if `endpoint` names
-    none."""
+    """Return the endpoint that other processes get: `endpoint`, with the port of `bound` in place of a port
+    `*`."""
     place, _, port = endpoint.rpartition(":")
     return f"{place}:{bound.rpartition(':')[2]}" if port == _ANY_PORT else endpoint
 

@@ -12,7 +12,8 @@
     ├── TransferError      bytes did not reach the other side
     └── NotStoredError     state that is to outlive its process cannot be stored now
 
-The first three end a process for good (`mooncake.node.process`): a restart would only repeat them.
+ConfigError, ModelError and MismatchError end a process for good (`mooncake.node.process`): a restart would
+only repeat them.
 
 A message names the expected and the actual value, and the remedy.
 """
@@ -28,7 +29,8 @@ class MooncakeError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a Rust library has panicked. A panic is no Exception, and no module has its class."""
+    """Return whether a Rust library has panicked. A panic is no Exception, and its class cannot be
+    imported."""
     return type(error).__name__ == "PanicException"
 
 
@@ -39,7 +41,7 @@ def first_line(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a foreign value in one short line."""
+    """Return a value from outside as one short line for a message."""
     text = " ".join(reprlib.repr(value).split())
     return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
 
@@ -97,7 +99,8 @@ class PoolError(MooncakeError):
 class PoolFullError(PoolError):
     """No page of the pool is free, and none can be evicted.
 
-    `space_epoch` is the evictor's at the refusal. A wait for a later one misses no freed page.
+    `space_epoch`: the evictor's space epoch at the refusal. A caller that waits for a later epoch misses no
+    freed page.
     """
 
     def __init__(self, message: str, space_epoch: int = 0) -> None:
@@ -112,5 +115,5 @@ class TransferError(MooncakeError):
 class NotStoredError(MooncakeError):
     """State that is to outlive its process cannot be stored now.
 
-    The message is for clients: the log has more.
+    The message is for clients: the log has the details.
     """

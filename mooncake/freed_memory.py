@@ -1,6 +1,6 @@
 """Memory that a process has freed, and that the C library keeps for it.
 
-Owns: the release to the system. Does not know: who has freed the memory, when the release pays.
+Owns: the release to the system. Does not know: who has freed the memory, when a release is worth its time.
 """
 
 import contextlib

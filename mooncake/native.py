@@ -1,8 +1,8 @@
 """Small C++ files, compiled for this machine when they are first needed, and loaded by ctypes.
 
 A library is kept in the user's cache under a name made of its source, the headers beside it, the flags, the
-compiler and the processor, so it is compiled once a machine, and again after a change. The compiler is
-`$CXX`, else `c++`.
+compiler and the processor, so it is compiled once a machine, and again after a change of any of these. The
+compiler is `$CXX`, else `c++`.
 
 Owns: compiling, the cache. Does not know: the contents of the files.
 """
@@ -22,7 +22,7 @@ from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
 compiling = logging.getLogger(f"{__name__}.compiling")
-"""The logger of compilations, which reports at INFO, as a compilation may take a minute."""
+"""The logger of compilations. Each is reported at INFO, as a compilation may take a minute."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 THIS_PROCESSOR = ("-march=native",)

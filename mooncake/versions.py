@@ -6,14 +6,15 @@ both sides then speak the newest one that both know. What keeps two versions com
 
 - A reader ignores fields that it does not know, and has a default for fields that an older peer does not
   send.
-- A message, an enumeration's value or a larger number that the version before does not have is sent only to
-  a peer that speaks the new version. So is a field that must not be ignored: one that changes an answer or
-  what is written to a page. A broadcast (KV events), and tokens, whose readers name no version, have the form
-  of the oldest version that is spoken.
-- Reading the form of a version ends with the release after the next one, when that version is not spoken any
-  more.
+- What the version before does not have is sent only to a peer that speaks the new version: a message, a value
+  of an enumeration, a number beyond the old bound, and a field that must not be ignored because it changes an
+  answer or what is written to a page.
+- KV events (a broadcast) and tokens have the form of the oldest version that is spoken, as their readers name
+  no version.
+- A release reads the forms of the versions that it speaks, and of no others.
 
-`tests/compatibility` compares the messages with those of the release before, and says what to do.
+`tests/compatibility` compares the messages with those of the release before, and says what to do about a
+difference.
 
 Owns: the choice. Does not know: messages.
 """

@@ -40,8 +40,8 @@ class Inbox(Generic[Incoming]):
 
 
 class InProcessLink(Generic[Outgoing, Incoming]):
-    """One end of a link within a process. A sent message belongs to the other end, and must not be
-    changed."""
+    """One end of a link within a process. The other end gets the sent object itself, so the sender must not
+    change it any more."""
 
     def __init__(self, outgoing: Inbox[Outgoing], incoming: Inbox[Incoming]) -> None:
         self._outgoing, self._incoming = outgoing, incoming
@@ -51,10 +51,10 @@ class InProcessLink(Generic[Outgoing, Incoming]):
         self._outgoing.put_nowait(message)
 
     least_epoch = 0
-    """The least epoch that is accepted: any, as the only Conductor is in this process."""
+    """The least epoch that is accepted: 0, as no Conductor but the one in this process exists."""
 
     async def follow(self) -> None:
-        """Wait for ever, as the other end lives as long as this one does."""
+        """Wait for ever: no other Conductor takes the place of the one in this process."""
         await asyncio.Event().wait()
 
     @property

@@ -1,8 +1,8 @@
 """Typed messages over ZeroMQ: one socket class for each end.
 
-`Router` binds and talks to many peers by identity; `Dealer` connects to one. A peer's identity is
-`instance#incarnation`, so a restarted process is a new peer, and a message to the old one fails
-instead of reaching the new one.
+`Router` binds and talks to many peers by identity; `Dealer` connects to one `Router`. A peer's identity is
+`instance#incarnation`, so a restarted process is a new peer: a message to its earlier incarnation fails, and
+does not reach the new one.
 
 Both sides hold the cluster's key; messages are encrypted, and an unauthenticated peer is disconnected
 (`mooncake.security.curve`).
@@ -31,7 +31,7 @@ LOGGED_CHARS = 200
 LARGEST_MESSAGE_BYTES = 16 << 20
 """Bytes of the largest message that a `Router` takes. A prompt of 2M tokens has 10 MiB."""
 QUEUE_LEN = 10_000
-"""Messages that may wait for a peer: as many as decode iterations send in more than a minute."""
+"""Messages that may wait for a peer: more than decode iterations send in a minute."""
 MAX_IN_A_ROW = 16
 """Messages received in a row before other tasks of the event loop run."""
 log = logging.getLogger(__name__)
@@ -67,14 +67,14 @@ class _Socket(Generic[Incoming]):
         self._loop.add_reader(self._descriptor, self._on_signal)
 
     def fileno(self) -> int:
-        """Return ZeroMQ's descriptor. It is edge-triggered: after each signal read until no message is
+        """Return ZeroMQ's descriptor, which is edge-triggered: after each signal, read until no message is
         left."""
         return self._descriptor
 
     async def _frames(self) -> list[bytes]:
         """Return the frames of the next message.
 
-        Does not suspend while messages are there, up to `MAX_IN_A_ROW`.
+        Suspends only if no message is there, or after `MAX_IN_A_ROW` messages in a row.
         """
         self._num_in_a_row += 1
         if self._num_in_a_row > MAX_IN_A_ROW:
@@ -98,7 +98,8 @@ class _Socket(Generic[Incoming]):
     def _look(self) -> None:
         """Wake the receiver if a message is there.
 
-        libzmq's descriptor signals each arrival once, and not at all if a call to the socket has noticed it.
+        libzmq's descriptor signals the arrival of a message once, and not at all if a call to the socket has
+        noticed the message before.
         """
         if self._is_awaited() and self._has_message():
             self._wake()
@@ -146,7 +147,7 @@ class Router(_Socket[Incoming]):
 
     @property
     def num_refused(self) -> int:
-        """The number of connections that were closed for another key, or none."""
+        """The number of connections that were closed because the peer has another key, or no key."""
         return self._gate.num_refused
 
     @property
@@ -223,8 +224,8 @@ class Dealer(_Socket[Incoming]):
 
     @property
     def num_connections(self) -> int:
-        """The number of connections to the endpoint so far, with the current one; each break may have lost
-        messages."""
+        """The number of connections to the endpoint so far, including the current one. Messages may have been
+        lost between two of them."""
         return self._watch.num_connections
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -244,10 +245,10 @@ class Dealer(_Socket[Incoming]):
                 return message
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Send a message. Up to `QUEUE_LEN` are queued while the other side is away; then `PeerGoneError`.
+        """Send a message. While the other side is away, up to `QUEUE_LEN` messages are queued.
 
-        PeerGoneError is raised too for a message longer than a `Router` takes, which would end the
-        connection.
+        Raises PeerGoneError if the queue is full, or if the message is longer than a `Router` takes: such a
+        message would end the connection.
         """
         payload = _encode(message)
         if len(payload) > LARGEST_MESSAGE_BYTES:

@@ -37,13 +37,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def add_version(self) -> None:
-        """Add the option `--version`, which prints the distribution's version and the protocol's between
-        nodes."""
+        """Add the option `--version`, which prints the versions of the distribution and of the protocol
+        between nodes."""
         text = f"%(prog)s {version('mooncake-serve')}, protocol {SPOKEN}"
         self.add_argument("--version", action="version", version=text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the parsed arguments; an unknown one ends the program."""
+        """Return the parsed arguments. An unknown argument ends the program."""
         given = sys.argv[1:] if args is None else list(args)
         for name in self._option_names(given):
             if name not in self._option_string_actions:
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Return the command's exit code, or 1 after an error, 2 for wrong use, 130 after Ctrl-C."""
+    """Run a command, and return its exit code: 1 after an error, 2 for wrong use, 130 after Ctrl-C."""
     try:
         return command()
     except KeyboardInterrupt:

@@ -1,9 +1,10 @@
-"""The commands of `mooncake-serve`: run this node's processes, make keys, measure this machine, operate.
+"""The commands of `mooncake-serve`: run this node's processes, make keys, measure this machine, operate a
+cluster.
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
-`mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve apikey FILE NAME` that of a client,
-`mooncake-serve profile FILE` measures this machine; `mooncake-serve drain INSTANCE`,
-`mooncake-serve role INSTANCE ROLE` and `mooncake-serve migrate INSTANCE HELPER` are for a cluster that runs.
+`mooncake-serve keygen FILE` makes a cluster key, `mooncake-serve apikey FILE NAME` makes a client's API key,
+and `mooncake-serve profile FILE` measures this machine. `mooncake-serve drain INSTANCE`,
+`mooncake-serve role INSTANCE ROLE` and `mooncake-serve migrate INSTANCE HELPER` change a running cluster.
 
 Owns: the command line. Does not know: keys and their values (`mooncake.config.settings`), processes
 (`mooncake.node.supervisor`).
@@ -55,7 +56,10 @@ _OPERATING = ("drain", "role", "migrate")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; return its exit code: 0, 1 if a process could not serve, 2 for wrong use."""
+    """Run a command, and return its exit code (`EXAMPLES` explains the codes).
+
+    Raises KeyboardInterrupt after Ctrl-C, unless the command is about a running cluster.
+    """
     options = _parser(shows_all="--help-all" in arguments).parse_args(arguments)
     if options.command in _OPERATING:
         return exit_code(lambda: _operate(options))

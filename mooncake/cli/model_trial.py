@@ -1,11 +1,11 @@
 """A trial run of the programs that a model contains, in a process of its own with limits.
 
-A chat template is one: compiling it, which computes its constants, or rendering a greeting can take unbounded
-memory and time, and Jinja's sandbox bounds neither. The normalization of a tokenizer is another, and so is
-its decoding: a few replacements in a row make gigabytes of a word.
+A chat template is such a program: compiling it, which computes its constants, or rendering a greeting can
+take unbounded memory and time, and Jinja's sandbox bounds neither. A tokenizer's normalization and decoding
+are programs too: a few replacements in a row make gigabytes of a word.
 
-Owns: this process and its limits. Does not know: where templates come from; their other errors, which are
-reported when they are used.
+Owns: this process and its limits. Does not know: where the programs come from, their other errors, which are
+reported when a program is used.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from mooncake.errors import ModelError, is_panic
 _MAX_CPU_S = 10
 _MAX_BYTES = 1 << 30
 _DEADLINE_S = 300.0
-"""Seconds for a trial that takes no processor time: far more than a busy machine needs."""
+"""Seconds after which a trial is killed, however little processor time it has used: far more than a trial
+takes on a busy machine."""
 _GREETING = [{"role": "user", "content": "Hello"}]
 _TEXT = "Hello, you! " * 100
 _TEMPLATE = "its chat template takes more than {} for one greeting"
@@ -35,8 +36,8 @@ def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: in
     """Render a greeting with each template, and encode and decode a text as `tokenizer` does, in a process
     with limits.
 
-    `tokenizer` is a tokenizer.json; a missing or damaged file is ignored here. Raises ModelError if they take
-    more than `max_cpu_s` seconds of processor time, or too much memory.
+    `tokenizer` is a tokenizer.json; a missing or damaged file is ignored here. Raises ModelError if the
+    programs take more than `max_cpu_s` seconds of processor time, or too much memory.
     """
     if not templates and tokenizer is None:
         return
@@ -91,8 +92,8 @@ def _render(templates: Sequence[str]) -> None:
 
 
 class _Steps(msgspec.Struct):
-    """The part of a tokenizer.json that transforms a text before the look-up of tokens, or tokens to a
-    text."""
+    """The steps of a tokenizer.json around the vocabulary: from a text to the pieces that are looked up, and
+    from tokens back to a text."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
@@ -100,8 +101,10 @@ class _Steps(msgspec.Struct):
 
 
 def _split_and_decode(file: Path) -> None:
-    """Normalize, split and decode a text as the tokenizer does, without its vocabulary (bounded by the
-    file)."""
+    """Normalize, split and decode a text as the tokenizer does.
+
+    The vocabulary is left out: the size of the file bounds what it costs.
+    """
     from tokenizers import Tokenizer
 
     try:

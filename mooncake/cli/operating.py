@@ -74,18 +74,23 @@ class AdminClient:
         return {one.name: one for one in self._read(answer, _ListOfInstances).instances}
 
     def drain(self, name: str, *, force: bool) -> None:
-        """Order an instance to drain, with `force` even the last one of a stage. Raises MooncakeError."""
+        """Order an instance to drain; with `force` even if it is the last one for prefill or for decode.
+
+        Raises MooncakeError.
+        """
         self._ask("POST", f"/instances/{quote(name, safe='')}/drain", force=force)
 
     def change_role(self, name: str, role: Role, *, force: bool) -> None:
-        """Order an instance to switch its role, with `force` even the last one of a stage.
+        """Order an instance to switch its role; with `force` even if it is the last one for prefill or for
+        decode.
 
         Raises MooncakeError.
         """
         self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
 
     def move(self, name: str, helper: str, wanted: int | LayerRange) -> None:
-        """Order `wanted` layers, or that number of KV heads, of an instance to a helper; 0 orders all back.
+        """Order an instance to move the layers `wanted`, or that number of KV heads, to a helper; 0 moves all
+        back.
 
         Raises MooncakeError.
         """
@@ -147,8 +152,10 @@ def drain(client: AdminClient, name: str, *, force: bool) -> int:
 
 
 def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> int:
-    """Switch an instance to another role, and wait for the end. Returns the exit code. Raises
-    MooncakeError."""
+    """Switch an instance to another role, and wait until it serves in this role. Returns the exit code.
+
+    Raises MooncakeError.
+    """
 
     def end_of(status: InstanceStatus | None) -> str | None:
         if status is None:
@@ -168,7 +175,8 @@ def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> i
 
 
 def migrate(client: AdminClient, name: str, helper: str, wanted: int | LayerRange) -> int:
-    """Move layers, or a number of KV heads, of an instance to a helper (0: all back), and wait for the end.
+    """Move layers, or a number of KV heads, of an instance to a helper (0: all back), and wait for the end of
+    the move.
 
     Returns the exit code. Raises MooncakeError.
     """
@@ -206,7 +214,7 @@ def _wait(
     goes_on: str,
     shown: Callable[[InstanceStatus], tuple[str, str]] = _emptying,
 ) -> int:
-    """Send an order, and show its progress until `end_of` returns a text about its end.
+    """Send an order, and show its progress until `end_of` returns a text that says how it has ended.
 
     Returns the exit code.
     """

@@ -54,7 +54,7 @@ def check_node(config: Config) -> None:
 def _check_device(name: str) -> None:
     """Check that there is a driver for a configured GPU. Raises ConfigError.
 
-    (Torch, which is slow to load, counts GPUs later.)
+    Whether there is a GPU of this number is checked later, by Torch, which is slow to load.
     """
     if name.startswith("cuda"):
         try:
@@ -72,7 +72,7 @@ def _check_certificates(security: SecurityConfig) -> None:
 
 
 def _check_pool(config: Config, checkpoint: Checkpoint) -> None:
-    """Check that the pool of an instance's smallest part can hold a block. Raises ConfigError."""
+    """Check that `kvcache.pool_bytes` can hold the smallest shard of a block. Raises ConfigError."""
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     num_parts = config.worker.tensor_parallel * config.pipeline.stages
@@ -93,9 +93,9 @@ def _check_api(http: HttpConfig) -> None:
 
 
 def _check_tokenizer(checkpoint: Checkpoint) -> None:
-    """Check that there is a tokenizer, and that its programs end, without the seconds that loading takes.
+    """Check that there is a tokenizer, and that its programs end (`mooncake.cli.model_trial`).
 
-    Raises ModelError.
+    The tokenizer is not loaded, which would take seconds. Raises ModelError.
     """
     path, tokenizer = checkpoint.path, None
     if path.is_file():
@@ -115,7 +115,8 @@ def _check_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def _template_in(directory: Path) -> object:
-    """Return the chat template, or the list of templates, of a Hugging Face directory; None without one."""
+    """Return the chat template of a Hugging Face directory, or its list of templates; None if it has no
+    template."""
     own, configuration = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if own.is_file():
         with opened(own, MAX_TEMPLATE_BYTES) as file:

@@ -1,7 +1,7 @@
 """The cluster's section of the configuration: etcd, through which several Conductors stand by for each other.
 
-Owns: its keys with their types, bounds, defaults and meanings, conditions within them. Does not know: files,
-flags, variables (`mooncake.config.settings`), etcd (`mooncake.leadership`).
+Owns: its keys with their types, bounds, defaults and meanings, the conditions between them. Does not know:
+files, flags, variables (`mooncake.config.settings`), etcd (`mooncake.leadership`).
 """
 
 from pathlib import Path

@@ -23,7 +23,10 @@ class SLOClass(Section):
 
 
 def _from_json(value: object) -> object:
-    """Return the value of a flag or variable, which has JSON where YAML has a mapping."""
+    """Return a flag's or variable's value, parsed from the JSON that stands for YAML's mapping.
+
+    A value of another type is returned unchanged. Raises ValueError.
+    """
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

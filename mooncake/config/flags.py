@@ -1,7 +1,7 @@
 """The configuration's keys as flags: `http.port` is `--http-port`, and the usual short names exist too.
 
-Owns: names, placeholders and groups of flags, the choice that --help shows. Does not know: keys and their
-values (`mooncake.config.settings`), commands (`mooncake.cli.commands`).
+Owns: names, placeholders and groups of flags, the choice of flags that --help shows. Does not know: keys and
+their values (`mooncake.config.settings`), commands (`mooncake.cli.commands`).
 """
 
 import argparse
@@ -61,7 +61,7 @@ _BY_TYPE: dict[Any, str] = {Path: "FILE", bool: "true|false", int: "N", float: "
 def add_flags(parser: argparse.ArgumentParser, *, shows_all: bool) -> None:
     """Add a flag for each key, in the groups of their sections.
 
-    A flag that is not given is not in the result.
+    The parsed options have no attribute for a flag that is not given.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for key in leaf_keys():

@@ -1,4 +1,4 @@
-"""A profile: costs of prefill and decode of one model on one device, as `mooncake-serve profile` measures.
+"""A profile: costs of prefill and decode of one model on one device, measured by `mooncake-serve profile`.
 
 Owns: the file's format, the check that a profile is of this model and device. Does not know: how costs are
 measured, or predicted.
@@ -72,7 +72,10 @@ class _AnyVersion(msgspec.Struct, frozen=True):
 
 
 def load_profile(path: Path) -> Profile:
-    """Return the profile in `path`. Raises ConfigError if there is none, or one of another version."""
+    """Return the profile in `path`.
+
+    Raises ConfigError if there is no profile of this version, or if its costs are negative or all 0.
+    """
     try:
         content = path.read_bytes()
         version = msgspec.json.decode(content, type=_AnyVersion).version

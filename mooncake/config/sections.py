@@ -1,8 +1,9 @@
 """The sections of the configuration: keys with their types, bounds, defaults and meanings.
 
-The conductor's have a module of their own (`mooncake.config.conductor_section`).
+The sections of conductor and cluster have modules of their own (`mooncake.config.conductor_section`,
+`mooncake.config.cluster_section`).
 
-Owns: keys of sections, and conditions within one section. Does not know: files, flags, variables
+Owns: keys of the other sections, and conditions within one section. Does not know: files, flags, variables
 (`mooncake.config.settings`), the users of a value.
 """
 
@@ -39,13 +40,14 @@ PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A section of keys; unknown keys are errors, and values are checked once."""
+    """A section of keys. Unknown keys are errors, and values do not change after they have been checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def split_values(value: object) -> object:
-    """Return the several values in the one string that a flag or variable has for them."""
+    """Return the list of values in the comma-separated string of a flag or variable; any other value
+    unchanged."""
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 

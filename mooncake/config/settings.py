@@ -44,10 +44,11 @@ _LISTENED_AT = {
     "messenger.hosts": "messenger.listen_hosts",
     "pipeline.endpoints": "pipeline.listen_endpoint",
 }
-"""The keys with the addresses at which this node listens, by the keys with those given to other nodes."""
+"""The keys with the addresses at which this node listens, by the keys with the addresses that other nodes are
+told."""
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD", "MOONCAKE_CPU_KERNELS"})
-"""Environment variables that are no keys: between a supervisor and its children, and for the CPU's
+"""Environment variables that are no keys: one that a supervisor sets for its children, and one of the CPU's
 kernels."""
 
 
@@ -109,8 +110,8 @@ class Config(Section):
 
     @property
     def cluster_address(self) -> str:
-        """The address common to all nodes of a cluster and to no other cluster: etcd's with the prefix, or
-        the Conductor's."""
+        """The address that all nodes of this cluster share, and no other cluster has: etcd's with the prefix,
+        or the Conductor's."""
         if self.cluster.has_standbys:
             return ",".join(sorted(self.cluster.etcd_endpoints)) + self.cluster.etcd_prefix
         return self.conductor.endpoint
@@ -142,7 +143,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_role(self) -> "Config":
-        """Refuse keys that have no effect with this role."""
+        """Refuse keys that have no effect with this role, and keys that do not go together."""
         if self.role != "all" and (self.num_prefill, self.num_decode, self.num_both) != (None, None, 0):
             raise ValueError(f"num_prefill, num_decode and num_both need role all, not {self.role}")
         if self.role == "all":
@@ -181,7 +182,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_told(self) -> "Config":
-        """Refuse invalid addresses among those that other nodes get."""
+        """Refuse addresses that stand for all addresses of a machine, such as 0.0.0.0, where other nodes are
+        told how to reach this node."""
         if self.role == "all":
             return self
         conductor = self.conductor
@@ -372,8 +374,10 @@ def _expected(problem: ErrorDetails) -> str:
 
 
 def _known_beside(path: tuple[str, ...], key: tuple[str, ...] | None) -> str:
-    """Return a text with the nearest known key, and all keys beside it; empty for an unknown name within the
-    value of `key`."""
+    """Return a text with the nearest known key, and with all known keys of the section.
+
+    The text is empty for an unknown name within the value of `key`.
+    """
     if key is not None:
         return ""
     dotted = tuple(path[0].split("."))
