@@ -1,1 +1,1 @@
-"""The choice of the Conductor that leads: the only one, or the one that holds the oldest lease in etcd."""
+"""The choice of the Conductor that leads: the only one, or the one that has the oldest key in etcd."""

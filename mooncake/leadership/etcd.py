@@ -22,15 +22,15 @@ ANSWER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 5.0
 """Seconds for an answer about state, which may be large, and which etcd may be slow to write to its disk."""
 SILENCE_S = 10.0
-"""Seconds after which a silent watch is begun again, at another member if this one does not answer. (A
-network that fails ends no connection.)"""
+"""Seconds after which a silent watch is begun again, as a network that fails ends no connection. If the
+member does not answer then, the next member is asked."""
 _NO_ANSWER = (httpx.HTTPError, ssl.SSLError)
-"""The errors that count as no answer. (An alert after a TLS 1.3 handshake without our certificate is an
-SSLError, which httpx does not translate.)"""
+"""The errors that count as no answer. httpx does not translate the SSLError of an alert that comes after a
+TLS 1.3 handshake without our certificate."""
 _UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
 _OLD_LOGIN = "revision of auth store is old"
 _REFUSALS = ("authentication", "permission denied", "user name is empty")
-"""Parts of the messages of errors that are permanent, caused by the configuration here or at etcd. Other
+"""Parts of the messages of permanent errors, whose cause is the configuration here or at etcd. All other
 errors may pass."""
 
 
@@ -51,11 +51,11 @@ class _OldLoginError(MooncakeError):
 
 
 class _ExistsError(MooncakeError):
-    """A lease with this number exists, as the answer to an earlier try was lost."""
+    """A lease with this number exists: the answer to an earlier try to grant it was lost."""
 
 
 class FirstKey(NamedTuple):
-    """The oldest key under a prefix. `revision` is etcd's when the key was created."""
+    """The oldest key under a prefix. `revision` is the revision of etcd that created the key."""
 
     key: bytes
     value: bytes
@@ -218,7 +218,7 @@ class Etcd:
         return self._http.build_request("POST", url, content=content, headers=headers, timeout=timeout)
 
     def _next_member(self, error: Exception | str) -> UnreachableError:
-        """Switch to another member. Returns the error of the one that was asked."""
+        """Switch to another member. Returns the error for the member that has failed."""
         failed, self._first = self._urls[self._first], (self._first + 1) % len(self._urls)
         return UnreachableError(f"{failed}: {error if isinstance(error, str) else first_line(error)}")
 

@@ -19,7 +19,7 @@ from mooncake.leadership.etcd import Etcd, FirstKey, RefusedError, UnreachableEr
 from mooncake.versions import Versions
 
 CONDUCTORS = "conductors"
-"""The prefix, behind that of the cluster, of the Conductors' keys. The Conductor with the oldest key
+"""The prefix of the Conductors' keys, behind the cluster's prefix. The Conductor with the oldest key
 leads."""
 RETRY_S = 0.5
 """Seconds between two tries to reach etcd."""
@@ -49,15 +49,15 @@ class Fit(msgspec.Struct, frozen=True):
     """The properties that all Conductors of a cluster share with its fronts and workers."""
 
     versions: Versions
-    """The versions of the protocol that they speak."""
+    """The versions of the protocol that a Conductor speaks."""
     fingerprint: str
     """The fingerprint of the model, with dtype and block size."""
     key_id: str
     """The id of the cluster key."""
 
     def difference(self, theirs: "Fit") -> str:
-        """Return how another Conductor differs from this one, for people; empty if one can take over from the
-        other."""
+        """Return a text about how another Conductor differs from this one; empty if each can take over from
+        the other."""
         if self.key_id != theirs.key_id:
             return f"has another cluster key: {theirs.key_id}, here it is {self.key_id}"
         if self.versions.common(theirs.versions) is None:
@@ -79,8 +79,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """The properties that must fit; None from a release that does not send them."""
 
     def check_beside(self, leader: "Candidate") -> None:
-        """Raise ConfigError if this Conductor could not take over from `leader`, as fronts and workers would
-        refuse it."""
+        """Raise ConfigError if the fronts and workers of `leader` would refuse this Conductor as its
+        successor."""
         if self.fit is None or leader.fit is None:
             return
         if difference := self.fit.difference(leader.fit):

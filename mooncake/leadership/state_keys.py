@@ -4,7 +4,7 @@ Only the leader changes them, in the order of its calls. etcd refuses changes of
 ended, even before the process knows of that. It also refuses a change whose answer was lost, once a later
 change has been made.
 
-Owns: the key that guards the order, when reading is tried again. Does not know: what the values mean.
+Owns: the key that guards the order, the retries of a read. Does not know: what the values mean.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from mooncake.leadership.etcd import Etcd, LeaseLostError, RefusedError, Unreach
 from mooncake.leadership.leaders import RETRY_S
 
 WRITERS = "writers"
-"""The prefix, behind that of the cluster, of the keys that guard the order of changes: one for each
+"""The prefix, behind the cluster's prefix, of the keys that guard the order of changes: one key for each
 leader."""
 MAX_KEYS = 100
 """Keys of one change at most; etcd takes 128 unless configured otherwise."""
 LATE_S = 0.5
-"""Seconds after which the failure of a change counts as late: then the callers that wait behind it fail
-too."""
+"""Seconds after which a change that fails has failed late: then the callers that wait for their turn behind
+it fail too."""
 log = logging.getLogger(__name__)
 
 
@@ -62,10 +62,10 @@ class StateKeys:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Make a context in which the caller may make changes: one caller at a time, in the order of their
-        calls.
+        """Make a context in which the caller may make changes. Callers get their turns one after the other,
+        in the order of their calls.
 
-        Raises NotStoredError if etcd has failed an earlier caller late while this one waited: otherwise the
+        Raises NotStoredError if a change of an earlier caller has failed late during the wait: otherwise the
         waits of all callers would add up.
         """
         num_late = self._num_late
@@ -77,8 +77,8 @@ class StateKeys:
     async def change(self, values: Mapping[str, bytes | None]) -> None:
         """Set keys, or remove those whose value is None, all or none. To be called within `turn`.
 
-        Raises NotStoredError. etcd may have made the change nevertheless, or may make it until a later change
-        is made.
+        Raises NotStoredError. Even then etcd may have made the change, or may make it until a later change is
+        made.
         """
         changes = {f"{self._prefix}/{name}".encode(): value for name, value in values.items()}
         begun_s = time.monotonic()

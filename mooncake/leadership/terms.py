@@ -30,8 +30,10 @@ class LeadershipLostError(MooncakeError):
 
 
 class Standby(NamedTuple):
-    """The state of a Conductor that does not lead. `leader` is None while unknown; `waits_for` is for
-    people."""
+    """The state of a Conductor that does not lead.
+
+    `leader` is None while unknown; `waits_for` says to people what the Conductor waits for.
+    """
 
     leader: Candidate | None
     waits_for: str
@@ -67,7 +69,7 @@ async def leading(
 ) -> AsyncIterator[Term]:
     """Make a context in which this process leads: wait for the leadership, and give it up at the end.
 
-    The process is the leader until the context or its term ends.
+    The process leads until the context or the term ends.
 
     Args:
         cluster: The section of the configuration. Without etcd this process leads at once.
