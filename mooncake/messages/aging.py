@@ -15,8 +15,8 @@ def aged_priority(priority: int, waited_s: float) -> int:
 
 
 def due_s(time_left_s: float | None, now_s: float) -> float:
-    """Return the time at which the first token of a prompt arriving at `now_s` is due; an overdue one is due
-    now."""
+    """Return the time at which the first token of a prompt that arrives at `now_s` is due; an overdue token
+    is due now."""
     return now_s + (NO_DEADLINE_S if time_left_s is None else max(0.0, time_left_s))
 
 

@@ -107,7 +107,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def common(ours: range, theirs: range) -> range:
-    """Return the layers, or heads, that are in both ranges; the range may be empty."""
+    """Return the layers, or heads, that are in both ranges; the result may be empty."""
     start = max(ours.start, theirs.start)
     return range(start, max(start, min(ours.stop, theirs.stop)))
 
@@ -158,7 +158,7 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
 def extended_keys(
     known: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey
 ) -> list[BlockKey]:
-    """Return the keys of the full blocks of `token_ids`, of which the first are `known`."""
+    """Return the keys of the full blocks of `token_ids`. The first of these keys are `known`."""
     parent = known[-1] if known else root
     return known + block_keys(token_ids[len(known) * block_size :], block_size, parent)
 

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 TBT_SLO_SHARE = 0.8
-"""The largest share of a TBT SLO that a predicted iteration may take, with the prompt tokens or the pause
-that are added to it."""
+"""The largest share of a TBT SLO that a predicted iteration may take, including the prompt tokens or the
+pause that are added to the iteration."""
 TBT_MARGIN = 0.1
 """The margin of predictions below a TBT SLO, as a share of the time that a batch adds to an iteration."""
 TBT_SHARE = 0.1
-"""The share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
+"""The share of gaps that count as a request's longest: TBT is the mean of the longest gaps (Mooncake,
+FAST'25, section 5.1)."""
 
 _WAIT_DEVIATIONS = 2.0
 """Standard deviations that are added to the mean in the prediction of a wait for a slot."""
@@ -38,8 +39,8 @@ _CONVERGED = 1e-6
 """The relative change of the costs below which the fit ends."""
 
 HOLD_SHARE = 0.9
-"""The largest share of the time until a first token is due for which the token may be held; the rest is for
-its way to the client."""
+"""The longest hold of a first token, as a share of the time until the token is due; the rest is for its way
+to the client."""
 
 
 def tbt_margin_s(iteration_s: float, empty_iteration_s: float) -> float:
@@ -65,10 +66,10 @@ def batch_share(num_requests: float, max_batch: float) -> BatchShare:
     """Return how `num_requests` requests share a batch of at most `max_batch`.
 
     With r requests and s < r slots, the last request has its first token and then waits until k = r - s
-    others have left. In the time in which one request is decoded s requests leave, at random moments. So the
-    wait is k / s of this time, with two standard deviations (k + 2 * sqrt(k)) / s. The wait is a single gap,
-    but the longest. TBT is the mean of the longest tenth of the gaps, so the wait adds ten times as many
-    iterations to it as to the mean of all gaps.
+    others have left. In the time that one request takes to decode, s requests leave, at random moments. So
+    the wait is k / s of this time, with two standard deviations (k + 2 * sqrt(k)) / s. The wait is a single
+    gap, but the longest. TBT is the mean of the longest tenth of the gaps, so the wait adds ten times as many
+    iterations to TBT as to the mean of all gaps.
     """
     if num_requests <= max_batch:
         return BatchShare(1.0, 1.0)
@@ -78,8 +79,11 @@ def batch_share(num_requests: float, max_batch: float) -> BatchShare:
 
 
 class Costs(NamedTuple):
-    """The coefficients of a cost, in seconds: of every prefill, a token and a pair; or of every iteration, a
-    request and a token."""
+    """The coefficients of a cost in seconds: the constant part, and what each unit of the first and of the
+    second quantity adds.
+
+    The quantities of a prefill are tokens and pairs; of an iteration, requests and KV tokens.
+    """
 
     constant_s: float
     first_s: float
@@ -121,8 +125,9 @@ def fit(points: Sequence[Point]) -> Costs:
 
     Errors of more than `_HUBER_DEVIATIONS` standard deviations count in proportion to their size rather than
     to its square, so single durations that something else made longer hardly move the costs. The loss is
-    minimized by least squares whose weights follow the errors; the standard deviation is estimated from their
-    median. `points` have the polynomial's quantities. Raises ValueError for none at all.
+    minimized by least squares whose weights follow the errors. The standard deviation is estimated from the
+    median of the absolute errors. `points` have the polynomial's quantities. Raises ValueError without any
+    points.
     """
     if not points:
         raise ValueError("costs cannot be fitted to no measurements")

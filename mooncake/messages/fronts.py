@@ -23,8 +23,8 @@ class QuotaClaim(msgspec.Struct, frozen=True):
 
     A limit of None is no limit.
 
-    `num_running`: the tenant's choices that run at this front, this answer's included. `num_tokens`: the
-    tokens of the answer's prompts, each counted once.
+    `num_running`: the tenant's choices that run at this front, including the choices of this answer.
+    `num_tokens`: the tokens of the answer's prompts; a prompt of several choices counts once.
     """
 
     tokens_per_minute: PositiveCount | None
@@ -38,7 +38,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
     Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`.
 
-    `claim` comes with the first choice of an answer, for all of them, if the tenant has limits.
+    `claim` is the claim of the whole answer, and comes with its first choice; None if the tenant has no
+    limits.
     """
 
     request: Request
@@ -46,10 +47,12 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """The order to take over a request of an earlier Conductor, behind the output that the front has.
+    """The order to take over a request of an earlier Conductor, and to continue it behind the output that the
+    front has.
 
-    Sent once to each new Conductor, for every request that has not ended for the front. Answered as `Submit`.
-    A request that the new Conductor has already is not changed. `waited_s`: seconds since its submission.
+    Sent once to each new Conductor, for every request that has not ended for the front. Answered as `Submit`
+    is. A request that the new Conductor has already is not changed. `waited_s`: seconds since the request was
+    submitted.
     """
 
     request: Request
@@ -57,9 +60,10 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """The end of a request whose client has gone, or needs no more. Nothing more is sent for it.
+    """The end of a request whose client has gone, or needs no more output. Nothing more is sent for the
+    request.
 
-    `num_output_tokens`: tokens that have arrived.
+    `num_output_tokens`: the number of tokens that have arrived at the front.
     """
 
     request_id: str
@@ -100,8 +104,8 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
     """The first message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
     oldest_version: int = msgspec.field(name="protocol_version")
-    """The oldest version of these messages that the front speaks; release 27 knows the field by its other
-    name."""
+    """The oldest version of these messages that the front speaks. On the wire the field keeps the name that
+    release 27 knows."""
     fingerprint: str
     epoch: int = 0
     """The epoch of the Conductor whose state the front has; 0 before the first one."""
@@ -127,15 +131,17 @@ class InFlight(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unknown(msgspec.Struct, tag=True, frozen=True):
-    """The report that the Conductor does not have these requests, as a break of the connection has lost their
-    beginning or end."""
+    """The report that the Conductor does not have these requests: a break of the connection has lost the
+    message that began or ended each of them."""
 
     request_ids: list[str]
 
 
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
-    """The state of the cluster for /ready and for limits of requests, sent to a front after each change
-    too."""
+    """The state of the cluster for /ready and for limits of requests.
+
+    Sent to a front in answer to `FrontHello`, and after each change.
+    """
 
     epoch: int
     """The Conductor's epoch."""
@@ -144,14 +150,14 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     num_decode: int
     """Instances that take requests for decode."""
     max_sequence_blocks: int
-    """The longest prompt and output, in blocks, that some pair of instances can hold, or could when there
-    last was a pair; 0 before."""
+    """The longest prompt and output, in blocks, that some pair of instances can hold, or could hold when
+    there last was a pair; 0 before the first pair."""
     prefill_costs: Costs | None = None
     """The learned mean costs of the prefill instances, or, without any, of the instances that inline prompts;
     None without either."""
     known: bool = True
-    """False for a front that the Conductor did not know, or had given up: it has none of the front's
-    requests."""
+    """False for a front that the Conductor did not know, or had given up: the Conductor has none of the
+    front's requests."""
     num_draining: dict[Role, Count] = {}
     """Registered instances of each role that take no requests."""
     num_instances: Count = 0
@@ -161,7 +167,7 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """The refusal of a request before any token.
+    """The rejection of a request before any token.
 
     `reason` names the limit, SLO or state as in metrics; `status` is the HTTP status; `retry_after_s` is set
     for 429 and 503.
@@ -200,9 +206,9 @@ class Interrupted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """The report that the decode instance has sent all `num_output_tokens`.
+    """The report that the decode instance has sent all `num_output_tokens` tokens.
 
-    A front that lacks some has lost them.
+    If fewer have arrived at the front, the others are lost.
     """
 
     request_id: str
@@ -213,9 +219,10 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one request from one iteration. `position` is the index of the first of them in the output.
+    """Tokens of one request from one iteration. `position` is the index of the first of these tokens in the
+    output.
 
-    `logprobs` has one entry a token, or none if the request does not want them.
+    `logprobs` has one entry a token; it is empty if the request does not want logprobs.
     """
 
     ref: Ref

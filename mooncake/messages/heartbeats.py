@@ -26,7 +26,7 @@ class DecodeStats(msgspec.Struct, frozen=True):
 
     `forward_s` is the time of forward passes, draws included; `host_s` the processor time of planning and
     sending, mostly beside the passes; `bubble_s` the time in which the device waited between two iterations;
-    `pause_s` the time of pauses for prompts that are prefilled.
+    `pause_s` the time for which iterations paused while prompts were being prefilled on the same cores.
     """
 
     num_iterations: Count = 0
@@ -66,8 +66,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """A request's progress into the batch: KVCache arrived (`arrival_s`), joined (`joining_s`); see
-    `Finished`."""
+    """The waits of a request on its way into the batch, as in `Finished`; None while unknown."""
 
     ref: Ref
     arrival_s: Span | None
@@ -87,7 +86,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Requests not in the batch, prompts in prefill included."""
     num_free_device_pages: Count
     pools: dict[str, PoolStats]
-    """Pool counters by messenger name: one, or one for each stage or rank."""
+    """Pool counters by messenger name. An instance has one messenger, or one for each stage or rank."""
     num_prefill_tokens: dict[str, Count] = {}
     """Prompt tokens of finished prefills by the source of their KVCache (`PREFILL_SOURCES`)."""
     prefill_s: Seconds = 0.0

@@ -24,10 +24,10 @@ class InstanceReport(NamedTuple):
 
 
 class Family:
-    """The samples of one metric in Prometheus' text format, added by `add` and returned by `text`.
+    """The samples of one metric in Prometheus' text format, added by `add` and joined by `text`.
 
     prometheus_client takes about 6 us a sample, which is too long for an event loop that sends tokens and
-    reports on a hundred instances; this takes about 1 us.
+    reports on a hundred instances. This class takes about 1 us.
     """
 
     __slots__ = ("_head", "_lines", "name")
@@ -44,8 +44,11 @@ class Family:
     def add_histogram(
         self, label_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
     ) -> None:
-        """Add the samples of a histogram: `counts` of values up to each of the `bounds` and beyond; `total`
-        is the sum of all values."""
+        """Add the samples of a histogram.
+
+        `counts`: the number of values in each bucket, one bucket up to each of the `bounds` and one beyond
+        them. `total`: the sum of all values.
+        """
         bounds_text = [*map(str, bounds), "+Inf"]
         for bound, number in zip(bounds_text, accumulate(counts), strict=True):
             self._lines.append(f'{self.name}_bucket{{{label_text},le="{bound}"}} {number}\n')
@@ -60,8 +63,10 @@ class Family:
 
 
 def labels(**values: str) -> str:
-    """Return labels as the text between a sample's braces. Making it takes most of a sample's time, so
-    callers reuse it."""
+    """Return labels as the text between a sample's braces.
+
+    Making this text takes most of a sample's time, so callers reuse it.
+    """
     return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
 
 

@@ -1,11 +1,11 @@
 """KV events, by which followers mirror the pool of a messenger.
 
 Batches are published on a PUB socket, numbered from 0 in each incarnation; a ROUTER socket answers requests
-for missed ones. To mirror a pool: subscribe, ask for a snapshot, then apply every batch behind it, in order
-and once. After a gap ask for a replay; when the missed batches are gone, or the incarnation has changed,
-forget everything and ask for a snapshot.
+for missed batches and for snapshots. To mirror a pool: subscribe, ask for a snapshot, then apply every batch
+behind the snapshot, in order and once. After a gap ask for a replay; when the missed batches are gone, or the
+incarnation has changed, forget everything and ask for a snapshot.
 
-Owns: this vocabulary. Does not know: sockets, vLLM's format of the same.
+Owns: this vocabulary. Does not know: sockets, vLLM's format of KV events.
 """
 
 import msgspec
@@ -64,7 +64,7 @@ class ReplayDone(msgspec.Struct, tag=True, frozen=True):
 class EventsGone(msgspec.Struct, tag=True, frozen=True):
     """The refusal of a replay, as only batches `[oldest_sequence, next_sequence)` are left.
 
-    Ask for a snapshot.
+    The follower then asks for a snapshot.
     """
 
     instance: str
@@ -84,7 +84,7 @@ class KVSnapshot(msgspec.Struct, tag=True, frozen=True):
     """A part of a snapshot of the pool's contents after batch `sequence`.
 
     Every key of every tier is in exactly one part. All parts have the same `sequence`; a part with another
-    one begins a new snapshot. An empty pool is one part without keys.
+    `sequence` begins a new snapshot. The snapshot of an empty pool is one part without keys.
     """
 
     instance: str

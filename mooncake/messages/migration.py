@@ -1,4 +1,4 @@
-"""The messages of migrations: a running request moves from one decode instance to another, or modules do.
+"""The messages of migrations: of a running request to another decode instance, and of modules to a helper.
 
     Conductor                 source                      destination
     PreCopy           ->      stores full blocks, now or when there is one more
@@ -10,10 +10,12 @@
                       <-      HandedOver(output)
     TakeOver(output)  ->                                  decodes the request
 
-All pass through the Conductor, so the request always has one owner: the source until the Conductor has
-`HandedOver`, the destination from then on. Whatever fails before ends the migration, not the request.
+All messages pass through the Conductor, so the request always has one owner: the source until the Conductor
+has `HandedOver`, the destination from then on. A failure before `HandedOver` ends the migration, not the
+request.
 
-Modules (KV heads or layers) move to a helper, and back, by order of operators (BanaServe, section 4.1):
+Modules (KV heads or layers) move to a helper, and back, by order of operators or of the Conductor itself
+(BanaServe, section 4.1):
 
     MoveModules       operator, through a front -> Conductor  (`mooncake.messages.operators`)
     PlaceModules      Conductor -> owner of them, which agrees with the helper (`workers.modules`)
@@ -44,7 +46,7 @@ class PreCopy(msgspec.Struct, tag=True, frozen=True):
     num_tokens: Count = 0
     """Tokens whose KVCache must exist before the source answers.
 
-    A request that is not in the batch is not waited for.
+    The source does not wait for a request that is not in the batch.
     """
 
 
@@ -54,8 +56,8 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 
     The destination fetches the full blocks of `request`, output so far included, from the source's pool
     (`shards`), as far as its own pool lacks them, and loads them to its device. The request gets a slot of
-    the batch and pages, and is not decoded yet. Repeated with a longer output in each round of copies.
-    Answered by `Prepared`, or by `WorkFailed` if there is no room or the blocks do not arrive within
+    the batch and pages, and is not decoded yet. The order is repeated with a longer output in each round of
+    copies. Answered by `Prepared`, or by `WorkFailed` if there is no room or the blocks do not arrive within
     `timeout_s` seconds.
     """
 
@@ -79,8 +81,8 @@ class HandOver(msgspec.Struct, tag=True, frozen=True):
 class TakeOver(msgspec.Struct, tag=True, frozen=True):
     """Order to the destination of a migration: decode a prepared request from now on.
 
-    `request` has the whole output so far. The destination computes the tokens behind the blocks that it has
-    loaded again, and goes on behind the output. Tokens and `Finished` follow, as for any request.
+    `request` has the whole output so far. The destination recomputes the tokens behind the blocks that it has
+    loaded, and continues the output. Tokens and `Finished` follow, as for any request.
     """
 
     ref: Ref
@@ -91,10 +93,10 @@ class TakeOver(msgspec.Struct, tag=True, frozen=True):
 
 
 class PreCopied(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `PreCopy`: the full blocks of prompt and `output` are in the source's pool, as far as it had
-    room.
+    """Answer to `PreCopy`: the full blocks of prompt and `output` are in the source's pool, as far as the
+    pool had room.
 
-    `output` are all tokens that were drawn for the request, in earlier attempts too. The newest one has no
+    `output` are all tokens that were drawn for the request, in earlier attempts too. The newest token has no
     KVCache yet.
     """
 
@@ -161,7 +163,7 @@ class LayerRange(msgspec.Struct, frozen=True):
 
 
 class ModulesSupport(msgspec.Struct, frozen=True):
-    """The support of an instance for modules elsewhere, and for being a helper."""
+    """The ability of an instance to have modules at a helper, and to be a helper."""
 
     socket: str = ""
     """The Unix socket at which the instance listens for owners of modules on its host; empty for none."""
@@ -176,7 +178,7 @@ class ModulesPlace(msgspec.Struct, frozen=True):
 
     epoch: int = 0
     number: Count = 0
-    """The number of the latest order, of the Conductor with `epoch`."""
+    """The number of the latest order; it was given by the Conductor of this `epoch`."""
     helper: str = ""
     """The instance that has, or is getting, `layers` or the last `num_heads` KV heads of all layers; empty
     for none."""
@@ -218,8 +220,8 @@ class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
 
 
 MOVE_OUTCOMES = ("moved", "back", "slow", "lost", "refused")
-"""The outcomes of moves: all moved; back by order, as the helper was slow, or as it was lost; refused,
-nothing moved."""
+"""The outcomes of moves: modules are at the helper; they are back by order; they are back because the helper
+was slow, or was lost; the move was refused, and no module has moved."""
 PAUSE_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 """The upper bounds in seconds of the buckets of pauses; a last bucket has longer ones."""
 
@@ -233,5 +235,5 @@ class MovesStats(msgspec.Struct, frozen=True):
     """The bytes of KVCache copied by moves, in both directions."""
     num_pauses: list[Count] = []
     """The number of pauses between two iterations by duration: a bucket for each of `PAUSE_BOUNDS_S`, and one
-    above."""
+    for longer pauses."""
     pause_s: Seconds = 0.0

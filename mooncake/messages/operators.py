@@ -16,11 +16,11 @@ from mooncake.messages.workers import InstanceState, Role
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Order of an operator to drain an instance, which then leaves, or (not `is_wanted`) to let it serve
-    again. Answered by `Ordered`.
+    """Order of an operator to drain an instance, which then leaves. Answered by `Ordered`.
 
-    The last instance that can do a stage is drained only with `force`. With `stays` the instance does not
-    leave: it stays drained until it is ordered to serve again, or to leave.
+    Without `is_wanted` the order is to let the instance serve again. The last instance for prefill or for
+    decode is drained only with `force`. With `stays` the instance does not leave: it stays drained until it
+    is ordered to serve again, or to leave.
     """
 
     order: Count
@@ -33,7 +33,8 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 class ChangeRole(msgspec.Struct, tag=True, frozen=True):
     """Order of an operator to change an instance's role. Answered by `Ordered`.
 
-    The last instance that can do a stage stays able to do it unless `force`.
+    Without `force` the order is refused, or given up later, if no instance would be left for prefill, or none
+    for decode.
     """
 
     order: Count
@@ -51,7 +52,8 @@ class ListInstances(msgspec.Struct, tag=True, frozen=True):
 class Migrate(msgspec.Struct, tag=True, frozen=True):
     """Order of an operator to move a running request to another decode instance. Answered by `Migrates`.
 
-    Without `instance` the Conductor chooses one. The id of an answer stands for its first choice.
+    `instance` is the destination; if it is None the Conductor chooses one. `request_id` may be the id of an
+    answer, which stands for its first choice.
     """
 
     order: Count

@@ -47,11 +47,11 @@ class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """The permission to write the blocks that the decode side lacks to pages of its pool.
+    """The permission to write to pages of a decode instance's pool the blocks that this pool lacks.
 
-    Every member of the prefill group may use the grant, for its own layers or heads. A grant ends when all of
-    its pages have arrived or it is revoked. In a tensor-parallel group each rank grants its own KV heads:
-    `others` are the grants of the later ranks.
+    Every member of the prefill group may use the grant, for its own layers or heads. A grant ends when blocks
+    have arrived in all of its pages, or when it is revoked. In a tensor-parallel group each rank grants its
+    own KV heads: `others` are the grants of the later ranks.
     """
 
     grant_id: int
@@ -118,8 +118,9 @@ class PoolStats(msgspec.Struct, frozen=True):
 
     Totals count since its messenger started.
 
-    `integrity` describes pages that are not accounted for exactly once, as of the last check; `num_orphaned`
-    is their number.
+    `integrity` says what the last check of pages and SSD slots found wrong; None if nothing. `num_orphaned`
+    is the number of pages that had another number of users than of claims at this check: such a page never
+    becomes free.
     """
 
     num_pages: Count

@@ -1,7 +1,7 @@
 """Bounded quantities in messages: negative, infinite and absurd numbers are refused by the decoder.
 
-A peer's numbers go into sums and estimates that last. A NaN would stay in them for ever, and a number that no
-integer array takes would end the process that puts it into one.
+A peer's numbers go into sums and estimates that last. A NaN would stay in them for ever, and a number too
+large for an integer array would end the process that stores it there.
 
 Owns: these bounds. Does not know: messages, configuration.
 """
@@ -21,5 +21,5 @@ Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=_MOST_SECONDS)]
 Span = Annotated[float, msgspec.Meta(ge=-_MOST_SECONDS, le=_MOST_SECONDS)]
-"""Seconds from one moment to another, which may be earlier."""
+"""Seconds from a first moment to a second one; negative if the second moment is earlier."""
 BytesPerSecond = Annotated[float, msgspec.Meta(ge=1.0, le=1e15)]

@@ -1,4 +1,4 @@
-"""Requests as they pass through the cluster: prompt tokens in, parameters of the draws.
+"""Requests as they pass through the cluster: the tokens of the prompt, and the parameters of the draws.
 
 Owns: requests, their attempts, steps and spans, why an output ends. Does not know: instances, messages.
 """
@@ -34,7 +34,7 @@ class HeldStep(StrEnum):
     """The step of a request of an earlier Conductor at the instance that holds it."""
 
     PROMPT = "prompt"
-    """The prefill instance has the prompt, whose first token is reported later, or again."""
+    """The prefill instance has the prompt, and reports its first token later, or once more."""
     RESERVED = "reserved"
     """The decode instance has pages for the prompt, or waits for them; another instance computes the
     prompt."""
@@ -81,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The logprobs of a drawn token and of the likeliest ones, by the model's unchanged logits."""
+    """The logprobs of a drawn token and of the likeliest tokens, by the model's unchanged logits."""
 
     logprob: float
     top_token_ids: list[int]
@@ -130,7 +130,7 @@ class Request(msgspec.Struct, frozen=True):
     tenant: str = ""
     """The owner of the API key; tenants share the cluster fairly."""
     answer_id: str = ""
-    """The id of the answer of which this request is one choice; empty for the only choice."""
+    """The id of the answer of which this request is one choice; empty if the answer has no other choice."""
     num_output_tokens: Count = 0
     """The number of tokens at the end of `token_ids` that earlier attempts have drawn.
 

@@ -33,7 +33,10 @@ SPOKEN = Versions(27, PROTOCOL_VERSION)
 
 
 class Role(StrEnum):
-    """The role of an instance. A role is a state, not a kind, as every worker can do both stages."""
+    """The role of an instance. A role is a state, not a kind: an instance may get another role.
+
+    `Register.can_decode` says whether the other role may be one that decodes.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -42,7 +45,7 @@ class Role(StrEnum):
 
 
 STAGES = (Role.PREFILL, Role.DECODE)
-"""The stages that a request needs, on two instances or on one that has both roles."""
+"""The stages that a request needs, on two instances or on one instance with the role BOTH."""
 
 
 class InstanceState(StrEnum):
@@ -66,7 +69,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """The first message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
 
     oldest_version: int = msgspec.field(name="protocol_version")
-    """The oldest version that the worker speaks; release 27 knows the field by its other name."""
+    """The oldest version that the worker speaks. On the wire the field keeps the name that release 27
+    knows."""
     instance: str
     incarnation: int
     role: Role
@@ -80,15 +84,15 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     idle_cores: frozenset[Count] = frozenset()
     """The cores of the instance's host on which it computes while other processes leave them idle."""
     device: str = ""
-    """The name of the GPU or processor; that of the first stage or rank of several."""
+    """The name of the GPU or processor; with several stages or ranks, of the first one."""
     can_decode: bool = True
     """Whether all layers are on the instance's device, so that it may get a role that decodes."""
     epoch: int = 0
     """The epoch of the Conductor with which this life of the instance was registered before; 0 for none. The
     same Conductor refuses the registration, as a break of the connection may have swallowed orders."""
     held: list[Held] = []
-    """The requests of the Conductor with this `epoch` with which the instance goes on, unless it is told to
-    stop."""
+    """The requests that the Conductor with this `epoch` has placed, and with which the instance goes on
+    unless it is told to stop."""
     num_connections: Count = 1
     """The number of the worker's connections to Conductors so far. A registration repeated over another
     connection is refused, too."""
@@ -149,8 +153,9 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 class Finished(msgspec.Struct, tag=True, frozen=True):
     """The report that the decode instance has sent the last token to the front.
 
-    `arrival_s` is the time in which only the KVCache was lacking, `joining_s` the other time from the order
-    to decode until the request joined the batch. Both are None for a request that needed neither.
+    `arrival_s`: seconds from the request's turn until its KVCache had arrived. `joining_s`: the other seconds
+    from the order to decode until the request joined the batch. Each is None for a request that did not get
+    so far, or did not need the wait.
     """
 
     ref: Ref
@@ -164,8 +169,8 @@ class DecodeRefused(msgspec.Struct, tag="Refused", frozen=True):
     """The refusal of a decode instance, as a token would take longer than the TBT SLO with this request.
 
     Sent only in answer to `Decode`, before the first token has left, when the request may not wait any
-    longer. `batch_size` is the number of requests of the prediction, this one included, with a slot or
-    without; more may wait for their turn.
+    longer. `batch_size` is the number of requests in the prediction: this one and all that the instance has
+    accepted, with a slot or without. Further requests may wait for their turn.
     """
 
     ref: Ref
@@ -178,8 +183,8 @@ class WorkFailed(msgspec.Struct, tag=True, frozen=True):
     """The report that an attempt has failed. `retryable`: another attempt may succeed.
 
     `is_refused`: no attempt can succeed, as the request asks for something that the instance does not serve.
-    `param` is the field of the API that asks for it, or `grammar`, for which several fields ask; None if it
-    is unknown.
+    `param` is the field of the API that asks for it, or `grammar`, for which several fields can ask; None if
+    the field is unknown.
 
     From the destination of a migration: the request stays where it is.
     """
@@ -207,8 +212,8 @@ class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
-    """The refusal of an instance or front that does not fit this cluster: it ends with `message`, or may
-    retry if `retryable`."""
+    """The refusal of an instance or front that does not fit this cluster. Its process ends with `message`, or
+    may retry if `retryable`."""
 
     message: str
     retryable: bool = False
@@ -222,7 +227,8 @@ class Retired(msgspec.Struct, tag=True, frozen=True):
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
-    """The answer of the Conductor with this epoch. A worker that is not `known` must register again."""
+    """The answer to a heartbeat, by the Conductor with this epoch. A worker that is not `known` must register
+    again."""
 
     known: bool
     epoch: int
@@ -231,10 +237,11 @@ class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
 class Reserve(msgspec.Struct, tag=True, frozen=True):
     """Order to a decode instance: reserve pages for a prompt and grant the missing ones.
 
-    `tbt_slo_s` limits the time between tokens; with `may_refuse` the instance may refuse the request when
-    prefill has ended, if it would miss this limit and its answer has not begun. `shares_cores`: the prompt is
-    prefilled on cores that this instance uses too. `alone`: the request is a suspect, and shares its first
-    pass with none. `inline`: the decode instance computes the prompt itself, and needs no prefill.
+    `tbt_slo_s` limits the time between tokens. With `may_refuse` the instance may refuse the request when
+    prefill has ended, if the request would miss this limit and its answer has not begun. `shares_cores`: the
+    prompt is being prefilled on cores that this instance uses too. `alone`: the request is a suspect, and
+    shares its first pass with no other request. `inline`: the decode instance computes the prompt itself, and
+    needs no prefill.
     """
 
     ref: Ref
@@ -250,8 +257,8 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
     """Order to a prefill instance: compute the missing blocks and stream the granted ones to the decode side.
 
     `time_left_s` is the time until the first token is due (TTFT SLO); None: no deadline. `prefix_source` is
-    the instance from which missing blocks may be fetched; blocks that it does not have after all are
-    computed. `num_reusable_blocks`: the first blocks of the prompt, which are believed to need no
+    the instance from which missing blocks may be fetched; blocks that it turns out not to have are computed.
+    `num_reusable_blocks` is the number of leading blocks of the prompt that are believed to need no
     computation. `alone`: the request is a suspect, and shares no pass.
     """
 
@@ -269,8 +276,8 @@ class Decode(msgspec.Struct, tag=True, frozen=True):
 
     Decoding begins when the KVCache has arrived.
 
-    `time_left_s`: seconds until the first token is due, for which the request may wait for its turn. None: it
-    may not wait.
+    `time_left_s`: seconds until the first token is due, for which the request may wait for its turn; None if
+    it may not wait.
     """
 
     ref: Ref
@@ -287,7 +294,7 @@ class SwitchRole(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Order to stop an attempt in any step, and to release everything. Needs no answer."""
+    """Order to stop an attempt in any step, and to release all that it holds. Needs no answer."""
 
     ref: Ref
 
