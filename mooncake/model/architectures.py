@@ -1,7 +1,7 @@
 """The architectures that are served, by their class in transformers, and how each computes a decoder layer.
 
-The class of a `config.json` implies properties that the file does not state. They are in this table, in which
-an architecture that computes nothing in a new way is a row.
+The class of a `config.json` implies properties that the file does not state. The table here states them: an
+architecture that computes nothing in a new way needs one more row.
 
 Owns: this table. Does not know: a model's sizes, files, what computes the model.
 """
@@ -17,8 +17,8 @@ class WindowRule(Enum):
     ALL_LAYERS = auto()
     """The rule that every layer has the `sliding_window`, if there is one."""
     LATER_LAYERS = auto()
-    """The rule that layers from `max_window_layers` on, or those in `layer_types`, have a window if
-    `use_sliding_window`."""
+    """The rule that layers from `max_window_layers` on, or the layers that `layer_types` names, have a window
+    if `use_sliding_window` is true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Architecture:
     reads_mlp_bias: bool = False
     has_qk_norm: bool = False
     is_opt: bool = False
-    """Whether layers have LayerNorms, plain MLPs with ReLU and biases, and positions are learned."""
+    """Whether layers have LayerNorms and plain MLPs with ReLU and biases, and positions are learned."""
     default_head_dim: int | None = None
     """The size of a head where a `config.json` is silent; None: the hidden size over the number of heads."""
     gguf_interleaves_qk: bool | None = None

@@ -1,7 +1,8 @@
 """Incremental text of byte-level tokens (GPT-2's kind), each of which stands for bytes by itself.
 
 So the text of a stream is the UTF-8 of its tokens' bytes, decoded in a tenth of the time that decoding tokens
-together takes (`tokenizer.IncrementalDetokenizer`). Rust's lossy UTF-8 and Python's agree on what is broken.
+together takes (`tokenizer.IncrementalDetokenizer`). Rust's and Python's lossy decoders of UTF-8 agree on
+which bytes are broken.
 
 Owns: these bytes. Does not know: which tokens are to be hidden, requests.
 """

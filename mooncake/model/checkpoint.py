@@ -64,8 +64,8 @@ class Checkpoint:
     """One model, ready to be loaded.
 
     `name` is the served model name; `path` a Hugging Face directory or a .gguf file; `config` has the form of
-    config.json, `model` is what it says; `weight_files` are absolute and empty for DUMMY; `weights_digest` is
-    hexadecimal SHA-256.
+    config.json, and `model` is its typed form; `weight_files` are absolute paths, none for DUMMY;
+    `weights_digest` is hexadecimal SHA-256.
     """
 
     name: str
@@ -126,10 +126,11 @@ def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: KVDtype) -> KVLayo
 
 
 def open_checkpoint(model: str | None, load_format: LoadFormat = "auto") -> Checkpoint:
-    """Return the description of `model`, checked to be complete, in well under a second once it is on disk.
+    """Return the description of `model`, and check that the model is complete.
 
-    `model`: a Hugging Face directory, a .gguf file, a hub id (`org/name`, downloaded once), or None for the
-    default model. With `load_format="dummy"` weights are neither needed nor read. Raises ModelError.
+    Takes well under a second once the model is on disk. `model`: a Hugging Face directory, a .gguf file, a
+    hub id (`org/name`, downloaded once), or None for the default model. With `load_format="dummy"` weights
+    are neither needed nor read. Raises ModelError.
     """
     if model is None:
         return _open_gguf(_default_file(), DEFAULT_MODEL_NAME, load_format)

@@ -1,7 +1,7 @@
 """The typed contents of a config.json: a model's sizes, and its variants of the decoder layer.
 
-Owns: reading a Hugging Face config.json, and refusing by name keys that would be computed wrongly and values
-that are far too large. Does not know: files, weights, tokenizers, what computes the model.
+Owns: reading a Hugging Face config.json, and errors that name a key that would be computed wrongly, or whose
+value is far too large. Does not know: files, weights, tokenizers, what computes the model.
 """
 
 import math
@@ -78,7 +78,7 @@ class Rope(Fields):
 
     @property
     def kind(self) -> RopeType:
-        """The type of scaling, by either name."""
+        """The type of scaling, which the file names under `rope_type` or `type`."""
         name = self.rope_type or self.type or "default"
         for known in _ROPE_NEEDS:
             if name == known:
@@ -151,7 +151,7 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def head_size(self) -> int:
-        """The dimensions of a head."""
+        """The number of dimensions of a head."""
         default = self.implied.default_head_dim or self.hidden_size // self.num_attention_heads
         return default if self.head_dim is None else self.head_dim
 
@@ -187,8 +187,8 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def window(self) -> tuple[int | None, int]:
-        """The sliding window in tokens (None without one), and the number of leading layers without a
-        window."""
+        """The sliding window in tokens, and how many leading layers have no window; `(None, 0)` if no layer
+        has a window."""
         rule = self.implied.window
         if rule is WindowRule.NEVER or self.sliding_window is None:
             return None, 0

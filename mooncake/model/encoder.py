@@ -1,9 +1,10 @@
 """The encoder of text to token ids: fastokens where it gives the ids of `tokenizers`, else `tokenizers`.
 
-fastokens takes a fifth of the time. It refuses most of what it does not know of a tokenizer.json, but not
-all; so both are compared on texts of all kinds before it is trusted with a tokenizer.
+fastokens takes a fifth of the time. It refuses most features of a tokenizer.json that it does not know, but
+not all; so the two libraries are compared on texts of all kinds before fastokens is used for a tokenizer.
 
-Owns: which library encodes, and what they are compared on. Does not know: templates, decoding, requests.
+Owns: which library encodes, the texts on which the libraries are compared. Does not know: templates,
+decoding, requests.
 """
 
 import json
@@ -55,13 +56,13 @@ class Encoder:
 
     @property
     def is_quick(self) -> bool:
-        """Whether the library fastokens encodes, rather than transformers' tokenizer."""
+        """Whether the library fastokens encodes, rather than `tokenizers`."""
         return self._quick is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text, the same as `Backend.encode` for valid Unicode.
 
-        Raises RequestError if it cannot be encoded.
+        Raises RequestError if the text cannot be encoded.
         """
         if self._quick is not None and (text.isascii() or _DISPUTED.search(text) is None):
             try:
@@ -72,7 +73,7 @@ class Encoder:
 
 
 def _quickly(quick: fastokens.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the token ids by fastokens. Raises ValueError."""
+    """Return the token ids that fastokens gives. Raises ValueError."""
     try:
         ids: list[int] = quick.encode(text, add_special_tokens).ids
     except BaseException as error:
@@ -95,7 +96,7 @@ def _surely(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
 
 
 def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
-    """Return fastokens' form of the tokenizer; None unless it gives the same ids."""
+    """Return fastokens' form of the tokenizer; None unless it gives the same ids as the tokenizer."""
     # Read with the first long text: other cores are not for one prompt, workers compute on them.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     try:
@@ -113,7 +114,11 @@ def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
 
 
 def _in_one_split(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return an equal tokenizer.json that splits digits and words by one regex, in a third of the time."""
+    """Return `fields` (a tokenizer.json) with one regex in place of a split at digits and a split at words.
+
+    The one regex takes a third of the time. A tokenizer.json that splits in another way is returned
+    unchanged.
+    """
     match fields["pre_tokenizer"]:
         case {
             "type": "Sequence",
@@ -141,7 +146,8 @@ def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str])
 def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a tokenizer with the splits of `fields` (a tokenizer.json), whose tokens are bytes.
 
-    A piece's last byte is another token, so the ids show every split, most of which merges would hide.
+    The last byte of a piece has a token of its own, so the ids show every split. Merges would hide most
+    splits.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(byte + _END for byte in alphabet)]
@@ -174,8 +180,8 @@ def _mixed(backend: Backend) -> Iterator[str]:
 
 
 def _overlaps(added: list[AddedToken]) -> Iterator[str]:
-    """Yield texts in which one added token begins within another. Which one is found depends on their
-    order."""
+    """Yield texts in which one added token begins within another. Which of the two an encoder finds depends
+    on which it looks for first."""
     begun = {
         (token.content[:size], token.normalized): token.content
         for token in added

@@ -1,7 +1,7 @@
-"""The files of a model, which are foreign: their kinds, and their largest sizes.
+"""The files of a model, which come from outside: their kinds, and their largest sizes.
 
-Owns: that only regular files are read, and only up to a size that fits their purpose. Does not know: contents
-of files.
+Owns: the rule that only regular files are read, each up to a size that fits its purpose. Does not know:
+contents of files.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from mooncake.errors import ModelError
 
 MAX_CONFIG_BYTES = 1 << 20
 _MAX_METADATA_BYTES = 64 << 20
-"""Bytes of a file beside the weights at most; twice those of the largest tokenizer.json."""
+"""The most bytes of a file beside the weights: twice the size of the largest tokenizer.json."""
 _METADATA_BEGINNINGS = (
     "added_tokens",
     "chat_template",
@@ -40,9 +40,9 @@ _KINDS = {
 
 
 def check_directory(directory: Path) -> None:
-    """Check a model's directory for files beside the weights that must not be read. Raises ModelError.
+    """Check that the files beside the weights in a model's directory may be read. Raises ModelError.
 
-    The libraries that read tokenizers take a FIFO for a missing file, and read files of any size.
+    The libraries that read tokenizers would take a FIFO for a missing file, and would read files of any size.
     """
     try:
         names = sorted(os.listdir(directory))
@@ -75,7 +75,7 @@ def check_file(path: Path, max_bytes: int | None = None) -> int:
 
 @contextlib.contextmanager
 def opened(path: Path, max_bytes: int | None = None) -> Generator[BinaryIO, None, None]:
-    """Make a context with `path` opened for reading, and checked after opening. Raises ModelError."""
+    """Make a context with `path` opened for reading, and checked again after opening. Raises ModelError."""
     check_file(path, max_bytes)
     try:
         # Non-blocking: of a FIFO that has taken the file's place since.
@@ -88,7 +88,11 @@ def opened(path: Path, max_bytes: int | None = None) -> Generator[BinaryIO, None
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises ModelError if it is missing, unreadable or no object."""
+    """Return the JSON object in `path`.
+
+    Raises ModelError if the file cannot be read, is too large, or holds anything but an object of moderate
+    depth.
+    """
     with opened(path, max_bytes) as file:
         content = file.read(max_bytes)
     try:

@@ -96,7 +96,7 @@ class _Cursor:
     def value(self, kind: int) -> Any:
         """Return the next metadata value, which has the GGUF type `kind`.
 
-        An array of strings becomes a list, an array of numbers an array of numpy.
+        An array of strings becomes a list, an array of numbers a numpy array.
         """
         if kind == _STRING:
             return self.string()

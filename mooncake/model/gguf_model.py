@@ -75,7 +75,7 @@ def in_hf_row_order(
 ) -> npt.NDArray[np.float32]:
     """Return tensor `name` (GGUF's name; `[rows, columns]` or `[rows]`) with Hugging Face's order of rows.
 
-    llama.cpp rotates neighbouring rows (2i, 2i+1) of a head, Hugging Face rows (i, i + head_dim/2).
+    llama.cpp rotates neighbouring rows (2i, 2i+1) of a head, Hugging Face rotates rows (i, i + head_dim/2).
     """
     architecture = header.metadata["general.architecture"]
     match = _LAYER_TENSOR.fullmatch(name)
@@ -180,7 +180,8 @@ def _keys_of(header: GGUFHeader, prefix: str) -> _Keys:
 
 
 def _shortest_float32(value: float) -> float:
-    """Return the shortest decimal of a float32, as metadata's 1e-5 is read as 9.999999747378752e-06."""
+    """Return the shortest decimal that stands for a float32. Metadata's 1e-5, for example, is read as
+    9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -199,11 +200,12 @@ def _rope_scaling(header: GGUFHeader, keys: _Keys, head_dim: int) -> dict[str, A
 
 
 def _llama3_scaling(header: GGUFHeader, rope_theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return Llama 3's scaling, derived from the divisors per frequency that llama.cpp stores; None without
-    them.
+    """Return Llama 3's scaling, derived from the divisors per frequency that llama.cpp stores; None if all
+    divisors are 1.
 
-    Every Llama 3 model has the same three other numbers, so the largest divisor is the one unknown. The
-    divisors are computed again from it and must agree, else the scaling is another one.
+    The other three numbers are the same in every Llama 3 model, so the factor alone is unknown: it is the
+    largest divisor. All divisors are computed again from this factor. If they differ from the stored ones,
+    the scaling is of another kind: raises ModelError.
     """
     tensor = header.tensors[_ROPE_FACTORS]
     if tensor.encoding is not GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):

@@ -48,7 +48,8 @@ class GrammarState:
         self._bits = allocate_token_bitmask(1, vocab_size)
         self._num_tokens = 0
         self.error: str | None = None
-        """Why the text cannot go on, if a token did not fit or the grammar met a limit."""
+        """The reason why the text cannot go on: a token did not fit, or the grammar met a limit. None while
+        it can go on."""
 
     def allowed_after(self, tokens: Sequence[int]) -> np.ndarray:
         """Return the bits of tokens that may follow `tokens`: uint8, 4 * ceil(V / 32).
@@ -140,13 +141,14 @@ class Grammars:
             self._vocabulary = self._load()
 
     async def get(self, text: str) -> Grammar:
-        """Return the compiled grammar of `text`. Raises GrammarError that names its fault."""
+        """Return the compiled grammar of `text`. Raises GrammarError that names the fault."""
         if (kept := self._kept_one(text)) is not None:
             return kept
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._get, text)
 
     def _get(self, text: str) -> Grammar:
-        """Return the grammar of `text`, in the thread: the first of many requests for it has it compiled."""
+        """Return the grammar of `text`. Runs in the compiler's thread: of several requests for one grammar
+        only the first compiles it."""
         if (kept := self._kept_one(text)) is not None:
             return kept
         grammar = self.compile(text)
@@ -182,7 +184,8 @@ class Grammars:
 
 
 def _first_error(grammar: Grammar) -> str | None:
-    """Return the error of a grammar's first token, at which some limits are exceeded; None without one."""
+    """Return the error that a grammar meets at its first token, where it may exceed a limit; None without
+    one."""
     state = grammar.begin()
     state.allowed_after([])
     return state.error

@@ -1,7 +1,7 @@
 """The bytes of single tokens, which vocabularies write as characters.
 
-Byte-level vocabularies (GPT-2's) have a character for each byte; SentencePiece's "\u2581" for a space, and
-"<0xE2>" for a byte that is in no other piece.
+Byte-level vocabularies (GPT-2's) write each byte as a character of its own. SentencePiece's vocabularies
+write a space as "\u2581", and a byte that is in no other piece as "<0xE2>".
 
 Owns: these two notations. Does not know: text of several tokens (`tokenizer`).
 """
@@ -50,7 +50,7 @@ class PieceBytes:
 def _byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE.
 
-    Printable Latin-1 stands for itself, and characters from 256 on for the other bytes, in order.
+    Printable Latin-1 stands for itself, and characters from 256 on stand for the other bytes, in order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -63,5 +63,5 @@ BYTE_OF = _byte_level_alphabet()
 _LATIN_1_OF = dict.fromkeys(range(256), "\uffff") | {
     ord(character): chr(byte) for character, byte in BYTE_OF.items()
 }
-"""A translation of each byte-level character to its byte as a Latin-1 character; other characters to
-U+FFFF."""
+"""A translation of each byte-level character to its byte as a Latin-1 character. Other characters below
+U+0100 become U+FFFF, which Latin-1 lacks."""

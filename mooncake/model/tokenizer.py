@@ -126,7 +126,8 @@ class Tokenizer:
         """Return a conversation's token ids by the model's chat template, ready for the answer.
 
         `template_kwargs` are the template's variables: `tools`, `enable_thinking`, `add_generation_prompt`...
-        Raises RequestError (param "messages") with what the template refused, or if there is no template.
+        Raises RequestError (param "messages") if the template refuses the conversation or there is no
+        template, and RequestError (param "chat_template_kwargs") for a name in `_RESERVED_KWARGS`.
         """
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
@@ -171,11 +172,12 @@ class IncrementalDetokenizer:
     already, as a token's text may depend on its neighbours. So a token costs the same however long the stream
     is.
 
-    One exception: with SentencePiece's byte fallback, bytes that never become a character also spoil, in
-    `decode`, the whole characters right before them, which have been returned by then.
+    The pieces differ from `decode` in one case: with SentencePiece's byte fallback, bytes that never become a
+    character also spoil the whole characters right before them in the text of `decode`. The stream has
+    returned these characters by then.
 
-    Invariant: `_num_emitted <= len(decode(_window))`; the first `_num_emitted` characters of it have been
-    returned.
+    Invariant: `_num_emitted <= len(decode(_window))`; the first `_num_emitted` characters of
+    `decode(_window)` have been returned.
     """
 
     __slots__ = ("_hidden_ids", "_num_emitted", "_skip_special_tokens", "_tokenizer", "_window")
@@ -223,8 +225,8 @@ class IncrementalDetokenizer:
         """Drop old tokens from the window, at a place where the later tokens decode to the same text without
         them.
 
-        More characters must remain than an incomplete character may have, so that it is wholly inside the
-        window.
+        More than `_MAX_CHARS_IN_FLIGHT` characters must remain, so that an incomplete character is wholly
+        inside the window.
         """
         for num_kept in range(_CONTEXT_TOKENS, _MAX_WINDOW_TOKENS):
             tail = self._decode(self._window[-num_kept:])
@@ -248,7 +250,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
     """Return the tokens that grammars choose from, loaded without transformers where possible.
 
-    Raises ModelError as `load_tokenizer`, GrammarError if no token ends a text.
+    Raises ModelError as `load_tokenizer` does, and GrammarError if no token ends a text.
     """
     vocab_size, eos_token_ids = checkpoint.model.vocab_size, checkpoint.eos_token_ids
     file = checkpoint.path / "tokenizer.json"
@@ -282,12 +284,13 @@ def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:
-    """Check that the model has weights for the tokenizer's tokens, and that its use is bounded.
+    """Check that the model has weights for the tokenizer's tokens, and that time and memory of the tokenizer
+    are bounded.
 
     Raises ModelError.
 
-    Added tokens may have larger ids: some publishers add a padding token. A request with such a token is
-    refused.
+    Added tokens may have larger ids than the model has weights for: some publishers add a padding token. A
+    request with such a token is refused.
     """
     path, backend = checkpoint.path, wrapped.backend_tokenizer
     plain: dict[str, int] = backend.get_vocab(with_added_tokens=False)

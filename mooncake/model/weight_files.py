@@ -22,7 +22,8 @@ from mooncake.model.safetensors_file import DTYPE_BITS, read_safetensors_header
 LAYER_NAME = re.compile(r"(?:(?:model\.)?(?:decoder\.)?layers|blk)\.(\d{1,9})\.")
 """The beginning of a layer's tensor names, in safetensors and GGUF."""
 _UNSCALED_DTYPES = frozenset(DTYPE_BITS) - {"F64", "F32", "F16", "BF16"}
-"""Dtypes of safetensors that need no scales; GGUF's integers have the same names."""
+"""Dtypes of safetensors whose numbers mean nothing without scales. Scales are not read. GGUF's integers have
+the same names."""
 # Old Llama checkpoints carry the rotary frequencies, which are computed instead.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -56,7 +57,11 @@ class WeightFile(NamedTuple):
 
 
 def safetensors_files(directory: Path, model: ModelConfig) -> list[WeightFile]:
-    """Return the weight files of `model`, each checked to be whole and to hold its weights."""
+    """Return the weight files of `model`, each checked to be whole and to have the tensors that the index
+    says it has.
+
+    Raises ModelError.
+    """
     index_path = directory / _INDEX_NAME
     mapped = _weight_map(index_path) if os.path.lexists(index_path) else {}
     if mapped:
@@ -97,11 +102,11 @@ def _weight_map(index_path: Path) -> dict[str, str]:
 
 
 def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> None:
-    """Check that tensors fit `model`, by their sizes and not their names. Raises ModelError.
+    """Check that the layers, dtypes and sizes of tensors fit `model`. Raises ModelError.
 
-    Layers beyond the last would be left out, and integers without their scales be taken for weights: the
-    model would produce nonsense. A tensor with more numbers than the whole model is refused before memory is
-    taken for it.
+    Layers beyond the last would be left out, and integers without their scales would be taken for weights:
+    the model would produce nonsense. A tensor with more numbers than the whole model is refused before memory
+    is taken for it. Whether a tensor is missing is not checked here.
     """
     for name, dtype, shape in tensors:
         layer = LAYER_NAME.match(name)
