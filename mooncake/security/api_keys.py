@@ -1,6 +1,6 @@
 """API keys of clients: a file of their hashes and limits.
 
-A key is 256 random bits, so a plain SHA-256 does not give it away. Deleting its entry revokes it.
+A key is 256 random bits, so a plain SHA-256 does not give it away. Deleting a key's entry revokes the key.
 
 Owns: the file's format, making keys. Does not know: HTTP, how requests are counted
 (`conductor.front.access.access`).
@@ -61,7 +61,7 @@ LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
     "max_concurrent": (int, "at the same time (default: any number)"),
     "max_context_cache_tokens": (int, "in context caches (default: http.context_cache_tokens)"),
 }
-"""The limits of a new key: how each is parsed, and its meaning."""
+"""The limits of a new key: the parser of each, and its help text."""
 
 _KEYS = TypeAdapter(list[ApiKey])
 
@@ -78,7 +78,7 @@ def load_api_keys(path: Path) -> dict[str, ApiKey]:
 
 
 def add_api_key(path: Path, name: str, limits: Mapping[str, float | None]) -> str:
-    """Return a new key, whose entry is added to the file, created if absent. Raises ConfigError.
+    """Make a new key, add its entry to the file (created if absent), and return the key. Raises ConfigError.
 
     Limits of `LIMITS` that are None or missing are left out.
     """

@@ -1,6 +1,6 @@
 """CURVE on ZeroMQ sockets: both sides prove that they hold the cluster's key, and all messages are encrypted.
 
-`Gate` makes sockets to bind, which admit holders of the key alone; `use_key` is for sockets that connect to
+`Gate` makes sockets to bind, which admit only holders of the key; `use_key` is for sockets that connect to
 them. All nodes have the same key pair: it is the server's on one side and the client's on the other.
 
 Owns: CURVE, the ZAP handler (ZeroMQ RFC 27), the size of frames, the log of who was refused. Does not know:
@@ -34,7 +34,7 @@ from any peer."""
 CURVE_OVERHEAD_BYTES = 33
 """Bytes that encryption adds to a message: name, nonce, authenticator and flags (ZeroMQ RFC 26)."""
 FAILURES_BEFORE_WARNING = 3
-"""Failed handshakes in a row before a warning. (A stopping server may close one or two connections.)"""
+"""Failed handshakes in a row before a warning, as a server that stops may close one or two connections."""
 CROWD_LEN = 64
 """Unauthenticated connections after which freed memory is returned to the system."""
 QUIET_MS = 1000
@@ -77,7 +77,8 @@ class Gate:
 
     @property
     def num_refused(self) -> int:
-        """The number of connections that showed another key, or none. The latest ones may be missing."""
+        """The number of connections that showed another key, or no key. The latest connections may not be
+        counted yet."""
         with self._lock:
             now_s = time.monotonic()
             return sum(handshakes.num_refused(now_s) for handshakes in self._handshakes)
@@ -180,7 +181,7 @@ class Gate:
         return self._num_unauthenticated_ended() - self._num_ended >= CROWD_LEN
 
     def _give_memory_back(self) -> None:
-        """Return to the system the memory of a burst of connections, which is freed but still this
+        """Return the memory of a burst of connections to the system: it is freed, but still this
         process's."""
         self._num_ended = self._num_unauthenticated_ended()
         freed_memory.release_freed_memory()
@@ -189,7 +190,7 @@ class Gate:
 class ConnectionWatch:
     """A counter of a socket's connections, which warns when handshakes fail one after the other.
 
-    A failed handshake is all that a socket with another key, or without one, gets to see.
+    If the peer refuses the key of the socket, failed handshakes are all that the socket gets to see.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], key: ClusterKey) -> None:
@@ -207,7 +208,7 @@ class ConnectionWatch:
 
     @property
     def num_connections(self) -> int:
-        """The number of connections so far, the one over which the latest message came included."""
+        """The number of connections so far, including the one over which the latest message came."""
         self._monitor.drain()
         return self._num_connections
 
@@ -235,8 +236,10 @@ class ConnectionWatch:
 
 
 def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
-    """Set the key of `socket`, which can then connect only to sockets of a `Gate` with this key. To be called
-    before `connect`."""
+    """Set the key of `socket`, which can then connect only to sockets of a `Gate` with the same key.
+
+    To be called before `connect`.
+    """
     public, secret = key.curve_pair()
     socket.curve_serverkey = public
     socket.curve_publickey = public

@@ -27,10 +27,10 @@ _BYTES_ACKED, _BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's s
 class Handshakes:
     """A counter of connections to one bound socket that have ended without showing the key.
 
-    libzmq reports which connection has come or gone, but not which one has been admitted. So a connection is
-    undecided until it has gone, or all undecided ones have been admitted, or it is older than any handshake
-    can be. Undecided ones are not counted: a burst of admitted peers may hide an unauthenticated one for that
-    time.
+    libzmq reports which connection has come or gone, but not which connection has been admitted. So a
+    connection is undecided until it has gone, until all undecided connections have been admitted, or until it
+    is older than any handshake can be. Undecided connections are not counted: a burst of admitted peers may
+    hide an unauthenticated peer for that time.
 
     libzmq reports connections that end in the middle of their handshake; the keys of their peers are unknown.
     The peers of all other connections that are counted have shown another key, or do not speak the protocol.
@@ -41,8 +41,8 @@ class Handshakes:
         self._num_admitted = 0
         self._num_refused = 0
         self.num_unfinished = 0
-        """Number of handshakes that ended in the middle: they took too long, the peer closed the connection,
-        or it was dropped for another one."""
+        """Number of handshakes that ended in the middle: the handshake took too long, the peer closed the
+        connection, or the connection was dropped to make room for another one."""
         self._undecided: dict[int, float] = {}
         """Times of undecided connections by descriptor, oldest first."""
         self._num_admitted_undecided = 0
@@ -67,7 +67,7 @@ class Handshakes:
                 self._forget(descriptor)
 
     def num_refused(self, now_s: float) -> int:
-        """Return the number of connections that showed another key, or none: never too high, and never
+        """Return the number of connections that showed another key, or no key: never too high, and never
         falling."""
         while self._undecided:
             descriptor, since_s = next(iter(self._undecided.items()))
@@ -87,8 +87,8 @@ class Unauthenticated:
     """A limit on TCP connections to one bound socket whose peers have not shown the key.
 
     libzmq takes as many connections as there are descriptors. Each accepted connection gets a second
-    descriptor here. When libzmq has closed its own descriptor, that number may stand for something else; the
-    second descriptor still stands for the connection, so nothing else is shut down.
+    descriptor here. When libzmq has closed its own descriptor, the number of that descriptor may stand for
+    something else. The second descriptor still stands for the connection, so nothing else is shut down.
     """
 
     def __init__(self) -> None:
@@ -128,9 +128,10 @@ class Unauthenticated:
 
 
 def connection_of(descriptor: int, endpoint: str) -> socket.socket | None:
-    """Return the connection to the TCP `endpoint` that libzmq has as `descriptor`; None without one.
+    """Return the connection to the TCP `endpoint` that libzmq has as `descriptor`.
 
-    None if the connection has ended, and for local sockets, whose peers are processes of the same user.
+    Returns None if the connection has ended, and for local sockets, whose peers are processes of the same
+    user.
     """
     scheme, _, address = endpoint.partition("://")
     if scheme != "tcp":

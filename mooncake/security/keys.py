@@ -1,6 +1,6 @@
 """The cluster key: one secret that all nodes of a cluster share, and nobody else.
 
-Keys for each purpose are derived from it with HKDF-SHA256 (RFC 5869), under a label of their own.
+A key for each purpose is derived from the secret with HKDF-SHA256 (RFC 5869), under a label of its own.
 
 Owns: the key's text and file, the derivations. Does not know: sockets, handshakes.
 """
@@ -42,7 +42,8 @@ class ClusterKey:
 
     @classmethod
     def from_text(cls, text: str) -> "ClusterKey":
-        """Return the key in a text of `to_text`. Raises ConfigError, which does not repeat the text."""
+        """Return the key in a text that `to_text` has made. Raises ConfigError, which does not repeat the
+        text."""
         encoded = text.strip()
         if not encoded.startswith(TEXT_PREFIX):
             raise ConfigError(f"expected a cluster key, one line that begins with {TEXT_PREFIX}")
@@ -59,8 +60,8 @@ class ClusterKey:
     def load(cls, path: Path) -> "ClusterKey":
         """Return the key in a file that only its owner can read. Raises ConfigError.
 
-        A file of root's may be readable by a group too, if this process is not root's: Kubernetes mounts
-        secrets so.
+        If this process does not run as root, a file that root owns may also be readable by a group:
+        Kubernetes mounts secrets in this way.
         """
         try:
             # A pipe would block here until somebody writes to it.

@@ -1,4 +1,4 @@
-"""A limit on the peers of a listener that wait, to be authenticated or to send a request.
+"""A limit on how many peers of one listener may wait, to be authenticated or before they send a request.
 
 Owns: which peer is dropped when there are too many. Does not know: sockets, authentication.
 """
@@ -12,7 +12,7 @@ Peer = TypeVar("Peer", bound=Hashable)
 class WaitingPeers(Generic[Peer]):
     """A set of at most `limit` waiting peers; one more drops the peer that has waited longest.
 
-    Legitimate peers wait for a short time, so idle ones are dropped for them, and not the other way round.
+    Legitimate peers wait only for a short time, so the dropped peer is most likely an idle one.
     """
 
     def __init__(self, limit: int, drop: Callable[[Peer], None]) -> None:
