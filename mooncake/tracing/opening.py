@@ -1,6 +1,6 @@
 """The opening of a process's tracer, where tracing is configured.
 
-Owns: that the SDK is imported only then. Does not know: the SDK.
+Owns: when the SDK is imported. Does not know: the SDK.
 """
 
 from typing import TYPE_CHECKING

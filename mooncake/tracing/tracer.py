@@ -3,8 +3,8 @@
 Nothing here waits for the collector. A thread of the SDK sends spans that have ended, and loses the oldest
 when its queue is full (`OTEL_BSP_MAX_QUEUE_SIZE`).
 
-OTLP goes over HTTP, in JSON. Threads of gRPC survive no fork, and a front forks. OTLP's protobuf package has
-files of the same names as Envoy's, which the endpoint picker needs.
+OTLP goes over HTTP, as threads of gRPC survive no fork, and a front forks. It goes in JSON, as OTLP's
+protobuf package has files of the same names as Envoy's, which the endpoint picker needs.
 
 Owns: the SDK, wall-clock times of spans. Does not know: what is traced, what is logged of lost spans.
 """
@@ -65,7 +65,7 @@ class OpenSpan:
 class Tracer:
     """The maker of a process's spans. They are sent while `exporting` runs.
 
-    Its clock is `time.monotonic`, as the event loop's.
+    The times that it is given are of `time.monotonic`, as those of the event loop are.
     """
 
     def __init__(self, endpoint: str, sample_ratio: float, instance: str) -> None:
@@ -92,10 +92,10 @@ class Tracer:
 
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
-        """Make a context in which spans leave, by a thread. A fork within the context is not allowed.
+        """Make a context in which a thread sends the spans. A fork within the context is not allowed.
 
-        At the end the last spans have `_LAST_SPANS_S` to leave, or no time if the collector did not take the
-        spans before them. Raises ConfigError for a variable OTEL_* that the SDK refuses.
+        At the end the last spans have `_LAST_SPANS_S` seconds to leave, or no time if the collector did not
+        take the spans before them. Raises ConfigError for a variable OTEL_* that the SDK refuses.
         """
         losses = Losses(self._endpoint)
         try:
@@ -132,8 +132,8 @@ class Tracer:
             self._record(work, _as_context(parent), _zero_ns())
 
     def end(self, open_span: OpenSpan, work: EndedSpan) -> None:
-        """End a span with the attributes, parts and error of `work`. Its name and beginning stay as they
-        are."""
+        """End a span with the attributes, parts and error of `work`. The span keeps its name and
+        beginning."""
         if open_span.is_recorded:
             self._end(open_span.span, work, open_span.zero_ns)
 
