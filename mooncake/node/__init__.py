@@ -1,1 +1,1 @@
-"""One machine's processes: the supervisor that starts and restarts them, and the children's side of it."""
+"""A machine's processes: the supervisor that starts and restarts them, and the start and end of a child."""

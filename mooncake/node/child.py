@@ -24,7 +24,7 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 """Seconds of the first and of the longest pause before a process is restarted."""
 NUM_LAST_LINES = 20
-"""The number of lines that are shown of a failed process's output, the last ones."""
+"""The number of last lines that are shown of a failed process's output."""
 LONGEST_LINE_BYTES = 1 << 14
 
 _status_decoder = msgspec.json.Decoder(Status)
@@ -134,8 +134,8 @@ class Child:
         return doing
 
     def _send(self, signum: int) -> None:
-        """Send a signal by pid. The process object's own method would collect the exit code, for which a
-        thread waits already."""
+        """Send a signal by pid. The method of the process object would collect the exit code, for which a
+        thread is waiting already."""
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)

@@ -1,7 +1,7 @@
 """The supervisor's output for people: progress bars on a terminal, plain lines elsewhere.
 
 Everything is written by a thread of its own: a terminal that is stopped, or a pipe that nobody reads, must
-not stop the cluster. What does not fit into its queue is dropped.
+not stop the cluster. Output that does not fit into the thread's queue is dropped.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ class Console:
         self._show(name, total=None, completed=0, state="restarting")
 
     def announce(self, seconds: float, hint: str) -> None:
-        """Show that all children serve, after `seconds`, and the hint."""
+        """Show that all children serve, after `seconds` seconds, and show the hint."""
         self._put(self._progress.stop)
         self._put(lambda: self._console.print(f"ready in {seconds:.1f} s. Ctrl-C ends it.", markup=False))
         if hint:

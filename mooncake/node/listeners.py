@@ -52,13 +52,13 @@ def _stages(role: Role, num_stages: int, only: int | None) -> range | list[int]:
 
 
 def listen_addresses(config: Config) -> list[ListenAddress]:
-    """Return the listening addresses that are known before anything runs, without ports found later."""
+    """Return the listening addresses whose ports are known before anything runs."""
     wanted = [*_of_front(config), *_of_conductor(config), *_of_parts(config, parts_of(config))]
     return [address for address in wanted if address.port]
 
 
 def check_free(wanted: list[ListenAddress]) -> None:
-    """Check that all ports are free and distinct. Raises ConfigError for the first that is not."""
+    """Check that all ports are free and distinct. Raises ConfigError for the first port that is not."""
     keys: dict[tuple[str, int], str] = {}
     for key, host, port in wanted:
         if (rival := keys.setdefault((host, port), key)) != key:

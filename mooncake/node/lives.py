@@ -1,4 +1,4 @@
-"""The incarnations of a supervised process: the end of each, and what the next one learns of it.
+"""The incarnations of a supervised process: how each ends, and what the next one learns of this end.
 
 Owns: which ends are a process's own fault. Does not know: the work of processes.
 """
@@ -46,9 +46,9 @@ class Life(NamedTuple):
 def end_of(returncode: int, *, hung: bool, num_oom_kills: int) -> ProcessEnd:
     """Return the cause of the end of a process with `returncode` (negative: the signal that ended it).
 
-    `hung`: it was killed because it gave no sign of life. `num_oom_kills` is how many processes the kernel
-    has killed for lack of memory in the lifetime of this one; if any, a process ended by SIGKILL is taken to
-    be one of them.
+    `hung`: the process was killed because it gave no sign of life. `num_oom_kills`: how many processes the
+    kernel has killed for lack of memory while this process lived. If there are any, a process that SIGKILL
+    has ended is taken to be one of them.
     """
     if returncode >= 0:
         failed = returncode != 0

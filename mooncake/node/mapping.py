@@ -49,13 +49,13 @@ class MappedFile:
 
         Returns whether the kernel has done so.
 
-        The range must be whole huge pages. There are fewer faults and TLB misses, and a disk gets few long
-        pieces instead of many of 4 KiB. Blocking: it takes 0.4 to 5 s a GiB.
+        The range must be whole huge pages. With huge pages there are fewer faults and TLB misses, and a disk
+        gets few long pieces instead of many pieces of 4 KiB. Blocking: it takes 0.4 to 5 s a GiB.
         """
         return self._advise(_MADV_COLLAPSE, start, num_bytes)
 
     def populate(self, start: int, num_bytes: int) -> bool:
-        """Fault in these bytes (whole pages) now, instead of every 4 KiB at first use.
+        """Fault in these bytes (whole pages) now, instead of each 4 KiB at its first use.
 
         Returns whether the kernel has done so.
         """

@@ -4,9 +4,9 @@
 --role conductor  conductor
 --role prefill    one messenger and one worker, for each stage of a pipeline or rank of a group
 --role decode     one messenger and one worker, for each rank of a group
---role both       the same
+--role both       one messenger and one worker, for each rank of a group
 --role front      a front beside that of the conductor
---role pool       one messenger, for engines that are started otherwise
+--role pool       one messenger, for each rank of an engine that is started by other means
 
 Owns: the choice of processes, and the addresses that they share. Does not know: how they are started
 (`mooncake.node.supervisor`), how memory is taken (`mooncake.node.segments`).
@@ -186,7 +186,7 @@ def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
 
 
 def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankConfig]:
-    """Return the ranks of instance `index` of this node. Several ranks have no stages."""
+    """Return the ranks of instance `index` of this node. An instance of several ranks has one stage."""
     endpoints = [f"ipc://{run_dir.socket(f'rank-{index}-{number}')}" for number in range(1, size)]
     meeting = str(run_dir.path / f"ranks-{index}")
     return [
@@ -195,7 +195,8 @@ def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankConfig]:
 
 
 def _check_directories(config: Config) -> None:
-    """Check directories before any process starts, rather than after the first worker's loading.
+    """Check the SSD directories before any process starts, rather than after the first worker has loaded its
+    model.
 
     Raises ConfigError.
     """
@@ -315,7 +316,7 @@ def _worker(
 
 
 def _pass_record(name: str) -> int:
-    """Return the descriptor of new memory for the requests of a worker's pass
+    """Return the descriptor of new memory in which a worker records the requests of its current pass
     (`workers.execution.pass_record`)."""
     descriptor = os.memfd_create(f"mooncake-{name}-pass")
     os.ftruncate(descriptor, PASS_RECORD_BYTES)
@@ -323,8 +324,11 @@ def _pass_record(name: str) -> int:
 
 
 def _of_part(section: _SectionT, index: int, *names: str) -> _SectionT:
-    """Return a section for part `index` of a node, whose addresses of these names have ports higher by
-    `index`."""
+    """Return a section for part `index` of a node.
+
+    The addresses in the fields `names` have ports higher by `index`, or are paths with `-index` at the end
+    (not for part 0).
+    """
     addresses = {name: getattr(section, name) for name in names}
     return section.model_copy(
         update={name: _port_higher(address, index) for name, address in addresses.items() if address}
@@ -332,7 +336,7 @@ def _of_part(section: _SectionT, index: int, *names: str) -> _SectionT:
 
 
 def _messenger_of_part(settings: MessengerConfig, index: int) -> MessengerConfig:
-    """Return the messenger section for part `index` of a node, whose ports are higher by `index`."""
+    """Return the messenger section for part `index` of a node, with a port higher by `index`."""
     return settings.model_copy(update={"port": settings.port + index if settings.port else 0})
 
 

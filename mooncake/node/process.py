@@ -1,9 +1,9 @@
-"""The child's side of supervision: configuration in, progress and errors out, a certain end.
+"""The child's side of supervision: how a child gets its configuration, reports to the supervisor, and ends.
 
 A child process gets its configuration as one JSON line on stdin. The pipe stays open as long as the
 supervisor lives: its end, like SIGTERM, stops the child. Progress and the reason of a fatal error go
-back as JSON lines on the descriptor named by `MOONCAKE_STATUS_FD`; a child started by hand has none
-and only logs.
+back as JSON lines on the descriptor named by `MOONCAKE_STATUS_FD`; a child started by hand has no such
+descriptor, and only logs.
 
 Owns: start and end of a child process. Does not know: what the child does.
 """
@@ -74,7 +74,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 class Measured(msgspec.Struct, tag=True, frozen=True):
     """The status of one measured duration for a profile (`mooncake.config.profile`).
 
-    `first` and `second` are new and cached tokens of a prefill, or requests and KV tokens of a step.
+    `first` and `second` are new and cached tokens of a prefill, or requests and KV tokens of an iteration.
     """
 
     what: Literal["prefill", "decode"]
@@ -89,7 +89,7 @@ Status = Progress | Ready | Alive | Left | Fatal | Measured
 
 
 def report(status: Status) -> None:
-    """Report a status to the supervisor; without one it is only logged."""
+    """Report a status to the supervisor. Without a supervisor the status is only logged."""
     fd = os.environ.get(STATUS_FD_VARIABLE)
     if fd is None:
         log.info("%s", status)
@@ -106,8 +106,8 @@ def child_main(
     """Run `serve(config)` until it returns, SIGTERM or SIGINT arrives, or the supervisor is gone.
 
     `serve` is cancelled to stop it and cleans up in `finally`. An error that a restart would only repeat
-    (configuration, model, mismatch) ends the process with code 3 and one line; any other exception ends it
-    with a traceback, and it is restarted.
+    (configuration, model, mismatch) ends the process with code 3 and one line. Any other exception ends the
+    process with a traceback, and the supervisor restarts it.
     """
     level = os.environ.get(LOG_LEVEL_VARIABLE, "warning").upper()
     log_writer = LogWriter(sys.stderr)

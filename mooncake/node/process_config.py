@@ -21,7 +21,8 @@ def _as_key(value: object) -> ClusterKey:
 
 
 class _Process(Section):
-    """The arguments of a child on its stdin, as command line and environment can be read by other users."""
+    """The arguments of a child. They come on its stdin, as other users can read command lines and
+    environments."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
@@ -33,7 +34,7 @@ class _Process(Section):
 class ConductorProcess(_Process):
     """The arguments of the conductor process.
 
-    `epoch` grows with every start; `state_file` outlives all of them.
+    `epoch` grows with every start; `state_file` outlives the process.
     """
 
     config: Config
@@ -52,9 +53,9 @@ class FrontProcess(_Process):
 class MessengerProcess(_Process):
     """The arguments of a messenger process.
 
-    `segment_fd` is inherited: allocated memory whose size is the pool's. The worker connects to
-    `worker_socket`, messengers on the same host to `peer_socket`. KV events are published at the first of
-    `event_endpoints`, replays and snapshots asked for at the second.
+    `segment_fd` is an inherited descriptor of allocated memory, which has the size of the pool. The worker
+    connects to `worker_socket`, messengers on the same host connect to `peer_socket`. The messenger publishes
+    KV events at the first of `event_endpoints`, and answers requests for replays and snapshots at the second.
     """
 
     settings: MessengerConfig
@@ -71,8 +72,8 @@ class MessengerProcess(_Process):
 class StageConfig(Section):
     """A worker's stage in its instance.
 
-    `endpoints` are those at which each stage but the last one is found by the next. This one listens at
-    `listen_endpoint`, if that is another one.
+    `endpoints`: one for each stage but the last, at which the next stage finds it. `listen_endpoint`: where
+    this stage listens, if not at its own of `endpoints`.
     """
 
     number: int = 0
@@ -82,7 +83,8 @@ class StageConfig(Section):
 
     @property
     def listens_at(self) -> str:
-        """The endpoint at which this stage's own socket listens, if there is a stage behind."""
+        """The endpoint at which this stage's own socket listens; only for a stage with another one behind
+        it."""
         return self.listen_endpoint or self.endpoints[self.number]
 
     def part_of(self, instance: str) -> str:
@@ -93,8 +95,8 @@ class StageConfig(Section):
 class RankConfig(Section):
     """A worker's rank in its tensor-parallel instance. All ranks are on one node.
 
-    The first rank listens for each of the others at one of `endpoints`. `meeting` begins the path of the file
-    through which a process group meets.
+    The first rank listens for each other rank at one of `endpoints`. `meeting` is the beginning of the path
+    of the file through which the ranks form a process group.
     """
 
     number: int = 0
@@ -113,10 +115,10 @@ PASS_RECORD_BYTES = 1 << 16
 class WorkerProcess(_Process):
     """The arguments of a worker process. `incarnation` grows with every start.
 
-    `instance` names all stages or ranks together, `messenger_socket` is this one's own. At `modules_socket`
-    it listens for other workers of this host whose modules it shall host. `previous_end` is the cause of the
-    previous incarnation's end, None for the first one. `pass_record_fd` is inherited: `PASS_RECORD_BYTES` of
-    memory that outlives the process.
+    `instance` is the name that all stages or ranks of the instance share; `messenger_socket` belongs to this
+    stage or rank alone. At `modules_socket` the worker listens for other workers of this host whose modules
+    it shall host. `previous_end` is the cause of the previous incarnation's end, None for the first one.
+    `pass_record_fd` is an inherited descriptor of `PASS_RECORD_BYTES` of memory that outlives the process.
     """
 
     config: Config

@@ -1,8 +1,8 @@
 """The run directory, which holds a node's sockets and the description of the run.
 
 It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a supervisor
-that was killed, and is removed by the next one. (A supervisor that is killed in its first instant leaves an
-empty `.mooncake-serve-starting-*`.)
+that was killed, and the next supervisor removes it. A supervisor that is killed in its first instant leaves
+an empty directory `.mooncake-serve-starting-*`, which no supervisor removes.
 
 Owns: the directory, and how other programs of this user find it. Does not know: the use of the sockets.
 """
@@ -32,7 +32,8 @@ class Run(msgspec.Struct, frozen=True):
 
     role: str
     cluster: str
-    """The address of the cluster (`Config.cluster_address`), common to its runs and unique on this host."""
+    """The address of the cluster (`Config.cluster_address`), equal in all runs of one cluster, and in no run
+    of another cluster."""
     http_port: int | None = None
     """The port of the API, if the run has one and the user chose it; else None."""
 

@@ -43,8 +43,8 @@ def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes of memory that this process may still take: the machine's, or its control group's if
-    fewer; None if unknown."""
+    """Return the bytes of memory that this process may still take: the machine's, or the control group's if
+    it has fewer; None if unknown."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -63,10 +63,10 @@ def available_bytes() -> int | None:
 
 
 def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
-    """Return the descriptor of new shared memory of `size_bytes`, all of it allocated.
+    """Return the descriptor of shared memory of `size_bytes`, all of it allocated.
 
-    Without `directory` the memory ends with its last user. With `directory` it is the file `name`.segment
-    there: its contents are kept, and no other live process may use it.
+    Without `directory` the memory is new, and ends with its last user. With `directory` it is the file
+    `name`.segment there: its contents are kept, and no other live process may use it.
     """
     if directory is not None:
         return _segment_file(_segment_path(directory, name), size_bytes)
@@ -103,8 +103,8 @@ def _segment_file(path: Path, size_bytes: int) -> int:
 def _is_locked(descriptor: int) -> bool:
     """Lock the file for the holders of this descriptor: the supervisor, and the messenger that inherits it.
 
-    Returns False if another process keeps the lock. The processes of a killed supervisor end a moment after
-    the supervisor, so a locked file is waited for.
+    Returns False if another process keeps the lock. This waits for a locked file, as the processes of a
+    killed supervisor end a moment after the supervisor.
     """
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:

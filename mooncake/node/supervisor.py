@@ -23,7 +23,7 @@ from mooncake.node.rundir import RunDirectory
 STOP_GRACE_S = 4.0
 """Seconds in which processes may end by themselves."""
 KILL_GRACE_S = 2.0
-"""Seconds for which killed processes are waited for at most, as a grandchild may hold a pipe open."""
+"""Seconds, at most, for which killed processes are waited for: a grandchild may hold a pipe open."""
 
 
 async def supervise(config: Config) -> int:
@@ -78,10 +78,10 @@ class Stopping:
 class Supervisor:
     """The supervisor of a set of children.
 
-    Before the end instances have `drain_s` seconds to finish their requests; with 0 they end at once.
+    Before the node ends, instances have `drain_s` seconds to finish their requests; with 0 they end at once.
 
-    A child that gives no sign of life for `hang_timeout_s` is killed, and restarted like a child that has
-    died.
+    A child that gives no sign of life for `hang_timeout_s` seconds is killed, and restarted like a child that
+    has died.
     """
 
     def __init__(
