@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 async def read_body(request: Request, max_bytes: int) -> ReceivedBody:
     """Return a request's body.
 
-    Raises RequestError beyond `max_bytes`, ClientDisconnect if the client hangs up.
+    Raises RequestError for a body of more than `max_bytes`, ClientDisconnect if the client hangs up.
     """
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > max_bytes:
@@ -61,8 +61,8 @@ def _too_large(max_bytes: int) -> RequestError:
 class RequestIds:
     """ASGI middleware that gives each request an id, which is in a header of the response.
 
-    The id is the client's own, or that of its trace (W3C Trace Context), or random. HEAD is answered as GET;
-    the server leaves the body out.
+    The id is the id that the client gave, else the client's trace id (W3C Trace Context), else random. A HEAD
+    request is passed on as a GET request; the server leaves the body out of its response.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -96,7 +96,8 @@ def _given_id(scope: Scope) -> str | None:
 
 
 class Boundary:
-    """ASGI middleware that answers unexpected errors, and cancelled requests, with an error body."""
+    """ASGI middleware that answers a request with an error body if an unexpected exception or a cancellation
+    ends the request before its response has started."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -128,14 +129,15 @@ class Boundary:
 
 
 def response_to(error: RequestError | ClientDisconnect) -> Response:
-    """Return the response to a request that failed with `error`. (Nobody reads it if the client has gone.)"""
+    """Return the response to a request that failed with `error`. If the client has disconnected, the response
+    is empty, as nobody reads it."""
     return error_response(error) if isinstance(error, RequestError) else Response(status_code=400)
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
     """Make the application answer errors as OpenAI does. To be called after the last route was added.
 
-    `unserved`: path prefixes of endpoints that other servers have and this one has not.
+    `unserved`: path prefixes of endpoints that other servers have and this server lacks.
     """
 
     @app.exception_handler(RequestError)

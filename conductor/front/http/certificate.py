@@ -37,7 +37,7 @@ class Certificate:
     def look(self) -> None:
         """Read certificate and key again if their files have changed.
 
-        An unusable pair is logged, and the old one stays in use.
+        If the new pair cannot be used, an error is logged and the old pair stays in use.
         """
         if not self._files.have_changed():
             return

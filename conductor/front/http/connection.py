@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection, to a client that may be slow, greedy or hostile.
 
-Requests are answered one after the other: while a request is answered, bytes behind it wait unread.
+Requests are answered one after the other: while a request is being answered, bytes behind it wait unparsed.
 
 Owns: the deadline for a request to arrive, and the 408 for a request that misses it; the 503 for a request
 that makes room for others; how long a client may read nothing of a response; how long a connection stays open
@@ -35,8 +35,8 @@ from mooncake.errors import RequestError
 _MAX_BUFFERED_BYTES = 1 << 16
 """The most bytes of a request's body that wait for the application before the client has to wait."""
 _MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
-"""The most pieces, and the most reported parts of bodies, that are parsed before other connections have their
-turn: some 64 KiB of a body in large chunks."""
+"""The most pieces, and the most reported parts of bodies, that are parsed before it is the turn of other
+connections. If a body's chunks are large, the pieces are some 64 KiB of it."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Serving:
     loop: asyncio.AbstractEventLoop
     turns: ReadingTurns = field(default_factory=ReadingTurns)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """The tasks of requests that the application answers."""
+    """The tasks of requests that the application is answering."""
     is_ending: bool = False
     """Whether the server is shutting down, so that each connection closes after its next response."""
 
@@ -58,7 +58,8 @@ class Serving:
 class Connection(asyncio.Protocol):
     """The asyncio protocol of one connection.
 
-    `accepted` is the accepted socket. The connection counts as a waiting one from its TLS handshake on.
+    `accepted` is the accepted socket. The connection counts as *waiting* in the table from the beginning, so
+    also during its TLS handshake.
     """
 
     _transport: asyncio.Transport
@@ -77,7 +78,7 @@ class Connection(asyncio.Protocol):
         self._arriving: Exchange | None = None
         """The latest request whose head is complete and whose body is not."""
         self._answering: Exchange | None = None
-        """The request that the application answers."""
+        """The request that the application is answering."""
         self._pipelined: deque[tuple[Exchange, Scope]] = deque()
         """Requests that the parser has read already, behind the request that is being answered."""
         self._can_write = asyncio.Event()
@@ -127,7 +128,8 @@ class Connection(asyncio.Protocol):
         self._read_on()
 
     def _read_on(self) -> None:
-        """Parse received bytes, up to the end of a request that is not answered yet."""
+        """Parse received bytes until a request is complete whose response has not ended, or until it is the
+        turn of other connections."""
         most_parts = self._parser.num_parts + _MAX_PARTS_AT_ONCE
         for num_pieces in itertools.count():
             if self._transport.is_closing():
@@ -162,7 +164,8 @@ class Connection(asyncio.Protocol):
         self._read_on()
 
     def resume_reading(self) -> None:
-        """Resume reading, unless received bytes wait for the parser or the application."""
+        """Resume reading, unless received bytes wait for the parser, or too many of them for the
+        application."""
         waits = self._parser.num_unread_bytes or (
             self._arriving is not None and self._arriving.num_unread_bytes > _MAX_BUFFERED_BYTES
         )
@@ -376,7 +379,8 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def shutdown(self) -> None:
-        """Close the connection when the response that has begun is complete."""
+        """Close the connection behind the response to the request that is being answered; without such a
+        request, close it at once."""
         self._pipelined.clear()
         if self._answering is not None:
             self._answering.keep_alive = False

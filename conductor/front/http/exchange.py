@@ -23,7 +23,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 RESPONSE_STREAM = "mooncake.response_stream"
-"""The key of the ASGI scope's extensions under which the request's `ResponseStream` is."""
+"""The key of the request's `ResponseStream` in the extensions of the ASGI scope."""
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }

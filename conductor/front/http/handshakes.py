@@ -1,10 +1,10 @@
 """The order of TLS handshakes: a few begin in each turn of the event loop, those of the latest clients first.
 
-A handshake takes about a millisecond of the event loop, even if its client sends no second message. With
-hundreds at once, open connections go on between the few of each turn, and a new client goes before the crowd.
-The client that has waited longest is refused when too many wait.
+A handshake takes about a millisecond of the event loop, even if its client sends no second message. When
+hundreds of clients want a handshake at once, open connections go on between the turns, and a new client does
+not wait for the hundreds. If too many clients wait, the client that has waited longest is refused.
 
-Owns: when a handshake may begin. Does not know: TLS, what a connection is for, how long one may wait.
+Owns: when a handshake may begin. Does not know: TLS, what a connection is for, how long a client may wait.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import socket
 _MAX_AT_ONCE = 8
 """Handshakes that begin in one turn of the event loop."""
 MAX_WAITING = 256
-"""Clients that have sent bytes and wait for their turn."""
+"""The most clients that may wait for their turn after their first bytes have come."""
 
 
 class HandshakeTurns:
@@ -22,13 +22,13 @@ class HandshakeTurns:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[asyncio.Future[None], None] = {}
-        """Turns of the clients whose first bytes have come, in the order of these."""
+        """Turns of the waiting clients, in the order in which the clients' first bytes came."""
         self._is_due = False
 
     async def turn(self, accepted: socket.socket) -> None:
         """Wait for a connection's first bytes, and then until its handshake may begin.
 
-        Raises OSError if the client has gone instead, or if too many wait that came later.
+        Raises OSError if the client has gone, or if the client is refused because too many wait.
         """
         await self._first_bytes(accepted)
         if not accepted.recv(1, socket.MSG_PEEK):

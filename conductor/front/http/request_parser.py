@@ -1,7 +1,8 @@
 """Requests of one connection: from bytes to heads and bodies, without IO.
 
-The parser, httptools, cannot be stopped within the bytes that it gets. So it gets pieces that end with the
-current request at the latest, or may have a few requests behind a chunked body.
+The parser, httptools, cannot be stopped within the bytes that it gets. So it gets pieces, each of which ends
+with the current request at the latest. The only exception is a piece in which a chunked body ends: a few
+requests may follow the body in that piece.
 
 Owns: bytes that are not parsed yet, the progress of the latest request, the longest head. Does not know:
 responses, deadlines.
@@ -16,12 +17,13 @@ import httptools
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_HEADERS = 256
-"""The most headers of a request: thousands of short ones take tens of milliseconds of the event loop."""
+"""The most headers of a request. Thousands of short headers would take tens of milliseconds of the event
+loop."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _CHUNKED_PIECE_BYTES = 256
-"""Bytes of a chunked body that are parsed at once: few, as the body's end may be followed by requests of 18
-bytes."""
+"""Bytes of a chunked body that are parsed at once. They are few because the piece in which the body ends may
+also hold the next requests, which have 18 bytes each or more."""
 
 
 class InvalidRequestError(Exception):
@@ -76,12 +78,12 @@ class RequestParser:
         self._unread, self._unread_from = b"", 0
         """Received bytes, and the position in them at which the parser goes on."""
         self._num_unparsed_bytes = 0
-        """The number of bytes since the last complete head or part of a body: the parser keeps them."""
+        """The number of parsed bytes since the last complete head or part of a body; httptools keeps them."""
         self._num_body_bytes_left = 0
         """Bytes of a body of known length that have not arrived."""
         self._num_excess_bytes = 0
-        """Bytes of a chunked body's framing, less the bytes of its content: each chunk takes processor
-        time."""
+        """Bytes of a chunked body's framing, less the bytes of its content. The number is limited because
+        each chunk takes processor time."""
         self.num_parts = 0
         """The number of parts of bodies that were reported."""
         self._end_of_read = b""
@@ -95,7 +97,7 @@ class RequestParser:
 
     @property
     def num_unread_bytes(self) -> int:
-        """The number of bytes that were added and not parsed."""
+        """The number of bytes that were added and are not parsed yet."""
         return len(self._unread) - self._unread_from
 
     def add(self, data: bytes) -> None:
@@ -114,7 +116,8 @@ class RequestParser:
     def parse_piece(self) -> None:
         """Parse a piece of the received bytes, up to the end of a head or body of known length at most.
 
-        Raises InvalidRequestError, and TunnelRequestedError behind a CONNECT.
+        Raises InvalidRequestError for bytes that are no valid request, TunnelRequestedError for a CONNECT
+        request.
         """
         end = self._end_of_piece()
         piece = memoryview(self._unread)[self._unread_from : end]

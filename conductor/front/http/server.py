@@ -23,13 +23,13 @@ from mooncake.errors import ConfigError
 HANDSHAKE_S = 60.0
 """Seconds from the acceptance of a connection to the end of its TLS handshake.
 
-With too many at once the oldest is ended.
+If too many connections wait at once, the oldest of them is closed earlier.
 """
 _BACKLOG = 2048
 _MAX_ACCEPTED_AT_ONCE = 64
 """The most connections that are accepted before other tasks of the event loop run."""
 _RETRY_S = 0.1
-"""Seconds until the next try to accept a connection after a failure, mostly for lack of descriptors."""
+"""Seconds from a failure to accept a connection to the next try. Mostly, file descriptors are lacking."""
 _LAST_ANSWERS_S = 1.0
 """Seconds in which cancelled requests are answered with an error when the server ends."""
 log = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ class HttpServer:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Stop accepting connections. Each open connection ends with its present response, or at once without
-        one."""
+        """Stop accepting connections. Each open connection closes behind the response to the request that is
+        being answered; a connection without such a request closes at once."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
@@ -143,6 +143,7 @@ class HttpServer:
                 await self._loop.connect_accepted_socket(lambda: connection, accepted, ssl=self._tls)
 
     def _has_begun(self, connection: Connection, task: asyncio.Task[None]) -> None:
-        """Close the connection if it cannot be used, even if `task` was cancelled before its first step."""
+        """Close the accepted socket if `task` has ended without a transport for it: by a failure or by a
+        cancellation, which may come before the first step of `task`."""
         self._handshakes.discard(task)
         connection.close_unless_made()

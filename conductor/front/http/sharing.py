@@ -13,17 +13,18 @@ from typing import Generic, Protocol, TypeVar
 from mooncake.security.waiting_peers import WaitingPeers
 
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
-"""The most connections that wait for a request: each has 12 KiB of memory, and up to 130 KiB with TLS."""
+"""The most connections that wait for a request, without and with TLS. Each takes 12 KiB of memory without
+TLS, and up to 130 KiB with TLS."""
 MAX_STALLED = 256
-"""The most connections whose clients have stopped reading a response. The rest of it stays in memory."""
+"""The most connections whose clients have stopped reading a response. The response's rest stays in memory."""
 CROWD_LEN = 64
 """The number of ended connections after which memory is returned to the system."""
 MAX_READ_AT_ONCE = 16
-"""The most connections of which more received bytes are parsed in one turn of the event loop."""
+"""The most connections in `ReadingTurns` whose received bytes are parsed in one turn of the event loop."""
 _SHARE_OF_DESCRIPTORS = 4
-"""The most connections of a kind are the process's file descriptors divided by this.
+"""The limit of the process's file descriptors, divided by this number, is the most connections of a kind.
 
-The other descriptors are for responses, workers and another listener.
+The remaining descriptors are for responses, workers and another listener.
 """
 
 
@@ -34,7 +35,8 @@ class Evictable(Hashable, Protocol):
         """Close the connection to free its slot."""
 
     def shutdown(self) -> None:
-        """Close the connection when the response that has begun is complete."""
+        """Close the connection behind the response to the request that is being answered; without such a
+        request, close it at once."""
 
     def abort(self) -> None:
         """Close the connection at once; unread data is lost."""
@@ -45,7 +47,8 @@ class ConnectionTable:
 
     *Waiting* connections have no complete request: they are new or idle, or their request is arriving.
     *Closing* connections end when the client has read the rest of a response. The clients of *stalled*
-    connections have stopped reading a response. If there are too many of a kind, the oldest one is closed.
+    connections have stopped reading a response. If a kind has too many connections, its oldest connection is
+    closed.
     """
 
     def __init__(self, *, is_tls: bool) -> None:
@@ -99,9 +102,9 @@ class ConnectionTable:
             self.has_emptied.set()
 
     def make_room(self) -> bool:
-        """Close the oldest closing connection, or else the oldest waiting or stalled one.
+        """Close the oldest closing connection, else the oldest waiting one, else the oldest stalled one.
 
-        Returns whether there was one.
+        Returns False if there was no connection to close.
         """
         return any(peers.make_room() for peers in (self._closing, self._waiting, self._stalled))
 
@@ -124,16 +127,17 @@ Sender = TypeVar("Sender", bound=Hashable)
 
 
 class UploadBudget(Generic[Sender]):
-    """The memory budget of incomplete requests. When it is exceeded, the slowest sender is evicted."""
+    """The memory budget of incomplete requests. When it is exceeded, the sender whose bytes have been counted
+    for the longest time is evicted."""
 
     def __init__(self, max_bytes: int, evict: Callable[[Sender], None]) -> None:
         """Set the budget.
 
-        `evict` is called with a sender that is to be evicted. Its bytes do not count any more then.
+        `evict` is called with a sender that is to be evicted, after the sender's bytes have been released.
         """
         self._max_bytes, self._evict = max_bytes, evict
         self._num_bytes: dict[Sender, int] = {}
-        """Bytes by sender, the oldest first."""
+        """Bytes by sender, in the order in which the senders' first bytes were counted."""
         self._total_bytes = 0
 
     def add(self, sender: Sender, num_bytes: int) -> None:
@@ -151,10 +155,10 @@ class UploadBudget(Generic[Sender]):
 
 
 class ReadingTurns:
-    """A queue of connections with unparsed bytes, of which a few are parsed in each turn of the event loop.
+    """A queue of connections with unparsed bytes. Only a few of them parse in each turn of the event loop.
 
-    So a new request is answered soon, however many requests are pipelined on other connections, and however
-    small the chunks of their bodies are.
+    So a new request is answered soon, even if other connections bring many pipelined requests, or bodies in
+    small chunks.
     """
 
     def __init__(self) -> None:

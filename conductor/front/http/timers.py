@@ -14,7 +14,7 @@ class Timeouts:
     """Seconds for which a server waits for a client."""
 
     request_s: float
-    """Seconds from the connection, or a request's first byte, to its last byte."""
+    """Seconds from a connection's start, or from a request's first byte, to the request's last byte."""
     send_s: float
     """Seconds in which the client must read at least a part of the bytes that wait for it."""
     idle_s: float
