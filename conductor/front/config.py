@@ -13,7 +13,7 @@ from mooncake.security.keys import ClusterKey
 class FrontConfig(BaseModel):
     """The settings of a front.
 
-    Workers connect to `reply_endpoint`, which leads to `reply_listen_endpoint`.
+    The front listens for workers at `reply_listen_endpoint`; workers connect to `reply_endpoint` to reach it.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)

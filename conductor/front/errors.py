@@ -1,7 +1,7 @@
 """Errors as clients see them: OpenAI's body, a status, and when to retry.
 
-Code that catches an error to answer it drops the traceback. Where a frame of that refers to the error, both
-would keep the request in memory until Python looks for cycles.
+Code that catches an error to answer it drops the error's traceback. If a frame of the traceback refers to the
+error, the two form a cycle, which would keep the request in memory until the garbage collector runs.
 
 Owns: the error body and its types. Does not know: causes of errors.
 """
@@ -18,7 +18,7 @@ RETRY_AFTER_S = 1.0
 
 
 class UnavailableError(RequestError):
-    """The error of a request while the cluster cannot serve any.
+    """The error of a request that the cluster cannot serve now, and may serve later.
 
     `retry_after_s` is the number of seconds until a retry makes sense.
     """

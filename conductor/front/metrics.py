@@ -3,8 +3,8 @@
 Times are in seconds as the front sees them: from a request's arrival over HTTP to its tokens' arrival from a
 worker. The `vllm:` names carry the same values for dashboards that query them.
 
-Every token is counted, so counting only adds to plain numbers; names, labels and the format are added at a
-scrape. All calls are made in the thread of the front's event loop.
+Counting happens for every token and must be cheap, so it only adds to plain numbers. Names, labels and the
+format are added at a scrape. All calls are made in the thread of the front's event loop.
 
 Owns: metric names and buckets, the comparison with SLOs. Does not know: when something happens.
 """
@@ -60,9 +60,9 @@ class Denial(StrEnum):
 
 
 def tbt_s(gaps_s: Sequence[float]) -> float | None:
-    """Return the TBT of one request in seconds, the mean of its longest gaps; None without gaps.
+    """Return the TBT of one request in seconds: the mean of the longest gaps, a share of `TBT_SHARE` of all.
 
-    `gaps_s`: seconds between its iterations.
+    `gaps_s`: seconds between the request's iterations. Returns None without gaps.
     """
     if not gaps_s:
         return None
@@ -86,7 +86,7 @@ class Distribution:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """The bounds of the buckets with cumulative counts; the last bound is infinite."""
+        """The upper bound of each bucket, as text, and its cumulative count; the last bound is infinite."""
         bounds = (*self._bounds, math.inf)
         return list(zip(map(floatToGoString, bounds), map(float, accumulate(self._counts)), strict=True))
 
@@ -177,7 +177,7 @@ class Metrics(Collector):
             self._gap.observe(gap_s)
 
     def prompt_received(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count the tokens of a prompt whose KVCache is complete, and those that were in the cache."""
+        """Count the tokens of a prompt whose KVCache is complete; `num_cached_tokens` of them were cached."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached_tokens
 

@@ -1,1 +1,1 @@
-"""The process of a front, and its start inside the Conductor's own."""
+"""The process of a front, and the start of a front inside the Conductor's process."""

@@ -40,10 +40,7 @@ _FIRST_ANSWER_S = 1.0
 _LAST_WORDS_S = 1.0
 """Seconds in which clients can read the error that ends their answers."""
 _MIN_PENDING_BYTES = 32 << 20
-"""Bytes that all incomplete requests may hold.
-
-The limit is higher if two of the largest requests exceed it.
-"""
+"""Bytes that all incomplete requests together may hold, unless two requests of the largest size need more."""
 _TIDY_S = 5.0
 _IDLE_S = 75.0
 """Seconds for which an idle connection stays open, longer than clients usually keep it, so that clients close
@@ -63,15 +60,17 @@ async def serve(
 ) -> None:
     """Serve the front until cancelled.
 
-    Answers that have begun then get `config.shutdown_grace_s` seconds to end, other requests get an error.
+    After the cancellation, requests that are being answered have `config.shutdown_grace_s` seconds to end;
+    requests that have not ended by then get an error.
 
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
-    `display` is the Conductor's of this process, if it has one: then the front shows the cluster too.
-    `cache_store` has the context caches; a front without one makes none.
-    `tracer` makes spans of requests; they leave as long as this runs.
-    Raises ConfigError for a port, endpoint, certificate, file of API keys or of context caches that cannot be
-    used.
+    `display` is the display of this process's Conductor, with which the front shows the cluster too; None if
+    the Conductor is in another process.
+    `cache_store` keeps the context caches; a front without a store makes no context caches.
+    `tracer` makes the spans of requests, and exports them until this function ends.
+    Raises ConfigError if a port, an endpoint, the certificate, the file of API keys or the file of context
+    caches cannot be used.
     """
     certificate = None if config.tls_cert is None else Certificate(config.tls_cert, _key_of(config))
     with contextlib.ExitStack() as sockets:

@@ -1,4 +1,4 @@
-"""The process of a front with `--role front`: `python -m conductor.front.process.service`.
+"""The process of a front on a node with `--role front`: `python -m conductor.front.process.service`.
 
 Owns: the front's connection to the Conductor. Does not know: instances, context caches (which only the front
 in the Conductor's process keeps).
@@ -25,7 +25,7 @@ _LAST_WORDS_S = 1.0  # so that the Conductor hears which requests nobody waits f
 
 
 async def serve(process: FrontProcess) -> None:
-    """Run the front: open the model's description, listen, and serve until cancelled."""
+    """Run the front: listen, open the model's description, and serve until cancelled."""
     config, key = process.config, process.cluster_key
     tracer = open_tracer(config.tracing, process.name)
     async with contextlib.AsyncExitStack() as stack:

@@ -43,8 +43,10 @@ async def open_model(config: Config) -> OpenedModel:
 
 
 def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfig:
-    """Return the settings of a process's front. `model_name`: the name to serve under, unless the
-    configuration has one."""
+    """Return the settings of a process's front.
+
+    `model_name`: the name under which the model is served, unless the configuration names another.
+    """
     return FrontConfig(
         host=config.http.host,
         port=config.http.port,
