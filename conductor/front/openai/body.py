@@ -42,8 +42,8 @@ class ReceivedBody:
 
     def __init__(self) -> None:
         self.pieces = [bytearray()]
-        """The pieces in order. All but the last have at least `_PIECE_BYTES`; what a piece has beyond is at
-        most one part as it was added."""
+        """The pieces in order. Each has at least `_PIECE_BYTES`, except the last, and exceeds that size by
+        less than one added part."""
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces))
@@ -111,9 +111,9 @@ class _OutOfRangeError(Exception):
 
 
 def _field_out_of_range(body: bytes) -> str | None:
-    """Return the name of the field with the first number that is too large; None if none is found.
+    """Return the name of the field with the first number that is too large; None if no such number is found.
 
-    (The parser's error does not name it.)
+    The body is parsed again for this, as the error of the first parser names no field.
     """
 
     def check(fields: list[tuple[str, Any]]) -> None:
@@ -132,9 +132,9 @@ def _field_out_of_range(body: bytes) -> str | None:
 
 
 def _invalid_utf8(body: bytes) -> str | None:
-    """Return a text about the body's first invalid UTF-8 byte and its position; None if all are valid.
+    """Return a text about the body's first invalid UTF-8 byte and its position; None if all bytes are valid.
 
-    (The parser's error has the position within one string only.)
+    The position is searched again, as the parser's error has the position within one string only.
     """
     try:
         body.decode()

@@ -33,9 +33,9 @@ class _At(Enum):
 class CallObject:
     """The JSON object of a tool call, parsed character by character.
 
-    `name` is set once it is known. The object is known to be a call (`is_call`) when its name, one of
-    `names`, and the beginning of its arguments have been pushed. Before, it may turn out to be none
-    (`NotACallError`); afterwards `take` returns the arguments piece by piece.
+    `name` is set once it is known. The object is certain to be a call (`is_call`) when its name, one of
+    `names`, and the beginning of its arguments have been pushed. Until then, the object may turn out to be
+    no call (`NotACallError`). From then on, `take` returns the arguments piece by piece.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -64,7 +64,7 @@ class CallObject:
         return taken
 
     def push_plain(self, text: str, start: int) -> int:
-        """Push the characters from `start` on that are plain text of a string, if there are any.
+        """Push the plain text within a string that begins at `start`, if there is any.
 
         Returns the index of the first character that was not pushed.
         """
@@ -175,7 +175,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> str:
-    """Return the string whose JSON form is `text`; empty if `text` is invalid."""
+    """Return the string whose JSON form is `text`; an empty string if `text` is not the JSON of a string."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:

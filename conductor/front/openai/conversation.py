@@ -13,8 +13,8 @@ from mooncake.errors import RequestError
 def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates expect, with their content as text.
 
-    The first `num_before` messages come from a context cache. Raises RequestError, which numbers the messages
-    behind them from 0.
+    The first `num_before` messages come from a context cache. In the text of a RequestError, `messages[0]` is
+    the first message behind these.
     """
     rendered = []
     names_of_calls: dict[str, str] = {}
@@ -51,7 +51,8 @@ def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[
 
 
 def index_of_tool_use(messages: Sequence[Message]) -> int | None:
-    """Return the index of the first message that has tool calls, or answers one; None if none does."""
+    """Return the index of the first message that has or answers tool calls; None if there is no such
+    message."""
     return next(
         (i for i, message in enumerate(messages) if message.tool_calls or message.role == "tool"), None
     )

@@ -15,9 +15,9 @@ from mooncake.model.tokenizer import load_tokenizer
 
 
 class FrontTokenizer(Protocol):
-    """The part of a tokenizer's interface that the front needs, of `mooncake.model.tokenizer.Tokenizer`.
+    """The part of the interface of `mooncake.model.tokenizer.Tokenizer` that the front needs.
 
-    Its methods may be called from several threads.
+    The methods may be called from several threads.
     """
 
     vocab_size: int
@@ -50,15 +50,15 @@ class Detokenizer(Protocol):
         """Return the text that these token ids complete."""
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end; U+FFFD for an incomplete character."""
+        """Return the text that is held back at the end; U+FFFD for an incomplete character."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model as the front knows it: its tokenizer, and limits of token ids and lengths.
 
-    `context_len` and `block_size` are in tokens. `new_detokenizer` makes the detokenizer of a choice; its
-    argument: whether special tokens are hidden.
+    `context_len` and `block_size` are in tokens. `new_detokenizer` makes the detokenizer of a choice; the
+    argument says whether special tokens are hidden.
 
     The model has weights for token ids below `vocab_size`. Its tokenizer may have more or fewer ids.
     """

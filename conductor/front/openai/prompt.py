@@ -48,7 +48,7 @@ class ChatPrefix:
 
 
 _TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "messages", "tools"})
-"""Variables of chat templates that other fields of a request set."""
+"""Variables of chat templates that `chat_template_kwargs` may not set."""
 MAX_TOKENS_TOGETHER = 1 << 20
 """The most tokens of all prompts of one request, or the context length if that is more."""
 _MAX_BRIEF_CHARS = 1 << 16
@@ -56,9 +56,10 @@ NO_PREFIX = ChatPrefix((), ())
 
 
 def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
-    """Return the parent key of the first blocks for this API key and salt, and whether there is any salt.
+    """Return the parent key of prompts' first blocks for this API key and salt, and whether there is a salt.
 
-    A `cache_salt` divides a key's blocks further. It never leads to the blocks of keys with another salt.
+    A `cache_salt` divides the blocks of an API key further. It never leads to blocks of API keys that have
+    another salt.
     """
     if key is None:
         salt = client_salt(cache_salt)
@@ -74,9 +75,9 @@ def chat_prompt(
     model: ServedModel,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """Return the prompt of a conversation that continues the prefix `before`, with room for an answer.
+    """Return the prompt of a conversation that continues the prefix `before`.
 
-    Raises RequestError, which names places in `messages`.
+    Raises RequestError, which names places in `messages`, also if the prompt leaves no room for an answer.
     """
     prompt = chat_tokens(
         [*before.messages, *messages], tools, model, variables, num_before=len(before.messages)
@@ -96,8 +97,8 @@ def chat_tokens(
 ) -> list[int]:
     """Return the token ids of a conversation, by the model's chat template with these `variables`.
 
-    The first `num_before` messages come from a context cache. Raises RequestError, which numbers the messages
-    behind them from 0.
+    The first `num_before` messages come from a context cache. In the text of a RequestError, `messages[0]` is
+    the first message behind these.
     """
     _check_num_messages(len(messages), model)
     rendered = rendered_messages(messages, num_before)
@@ -139,8 +140,8 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
 
 
 def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None) -> bool:
-    """Return whether the prompt of a short body is short too. It need not be: a template may repeat the
-    variables with each message."""
+    """Return whether the prompt of a conversation with a short body is short, even if the chat template
+    repeats the variables with each message."""
     return not variables or num_messages * len(repr(variables)) <= _MAX_BRIEF_CHARS
 
 
@@ -162,7 +163,7 @@ def _many(prompt: object) -> list[object] | None:
 
 
 def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
-    """Return the token ids of a conversation's beginning, which is not followed by an answer. Raises
+    """Return the token ids of a conversation's beginning, without a generation prompt behind it. Raises
     RequestError."""
     tokens = chat_tokens(prefix.messages, prefix.tools, model, {}, add_generation_prompt=False)
     check_token_ids(tokens, model, "messages")
@@ -239,7 +240,7 @@ def _check_num_messages(num: int, model: ServedModel) -> None:
 
 
 def _check_num_chars(num_chars: int, model: ServedModel, path: str) -> None:
-    """Refuse text that is too long for any prompt before tokenizing it. Raises RequestError."""
+    """Check that text that is to be tokenized is not too long for any prompt. Raises RequestError."""
     if num_chars > model.context_len * model.tokenizer.max_token_chars:
         raise _too_long(f"{num_chars} characters", model.context_len, path)
 

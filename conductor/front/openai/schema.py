@@ -173,14 +173,14 @@ class GenerationFields(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a message's content that is text."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One message of a conversation. `content` is text or a list of text parts; None only beside calls."""
+    """One message of a conversation. `content` is text or a list of text parts, or None beside tool calls."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_MESSAGE)

@@ -16,12 +16,13 @@ from conductor.front.openai.call_object import CallObject, NotACallError
 
 
 class ToolFormat(StrEnum):
-    """The format in which a family of models writes tool calls; values of `http.tool_parser`."""
+    """The format in which a family of models writes tool calls. The setting `http.tool_parser` has these
+    values."""
 
     HERMES = "hermes"
     """The format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     LLAMA3_JSON = "llama3_json"
-    """The format of Llama 3: the whole text is `{"name": ..., "parameters": {...}}`, or several of these,
+    """The format of Llama 3: the whole text is `{"name": ..., "parameters": {...}}`, or several such objects
     divided by semicolons."""
     MISTRAL = "mistral"
     """The format of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
@@ -113,7 +114,7 @@ class ToolCallParser:
         """White space that is dropped if a call follows, and returned if text follows."""
         self._object = CallObject(names)
         self._is_given = False
-        """Whether the event of the call's start was returned."""
+        """Whether the event of the current call's start was returned."""
         self.num_calls = 0
         self.is_over = False
         """Whether as many calls as `max_calls` allows are complete."""
@@ -127,7 +128,7 @@ class ToolCallParser:
         return self._take()
 
     def finish(self, is_cut: bool = False) -> list[CallEvent]:
-        """Return the events of the text that was held back, at the end of the answer.
+        """End the answer, and return the events of the text that was held back.
 
         `is_cut`: the answer has reached its longest length. Then the possible beginning of a call is dropped
         rather than returned as text.
@@ -239,7 +240,7 @@ class ToolCallParser:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _give_up(self) -> None:
-        """Append a text event for what looked like a tool call and is none."""
+        """Append a text event for text that looked like a tool call and is none."""
         self._say(self._raw)
         self._raw, self._in = "", _In.TEXT
 

@@ -101,7 +101,8 @@ class ToolCallFields(BaseModel):
 class ToolUse:
     """The tools of a request. `functions`: the functions that may be called.
 
-    `must_call`: the answer must consist of calls. `is_named`: it must be one call of the named function.
+    `must_call`: the answer must consist of calls. `is_named`: the answer must be one call of the function
+    that the client has named.
     """
 
     tool_format: ToolFormat
@@ -126,7 +127,7 @@ def tool_use(
     parallel_tool_calls: bool | None,
     tool_format: ToolFormat | None,
 ) -> ToolUse | None:
-    """Return the tools of a request and their use; None if its answer cannot contain calls. Raises
+    """Return the tools of a request and their use; None if the answer cannot contain calls. Raises
     RequestError."""
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
@@ -183,8 +184,8 @@ def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
 def describe_tools(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the messages for a chat template without a place for tools: these are described in the system
-    message.
+    """Return the messages for a chat template without a place for tools: the tools are described in the
+    system message.
 
     Tool calls and their answers become text in messages of the assistant and the user.
     """
