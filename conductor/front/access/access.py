@@ -1,4 +1,4 @@
-"""Clients' API keys: which requests are admitted, by each key's rate and concurrency.
+"""Clients' API keys: which requests are admitted, as the rate and concurrency of each key allow.
 
 Owns: the check of each request's key, each key's counts and their metrics. Does not know: the file's format
 (`mooncake.security.api_keys`), what requests ask for, the routes of admins (`admin_access`).
@@ -31,7 +31,8 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_co
 class _Use:
     """The counts of one key.
 
-    Invariant: `0 <= num_left <= max(1, requests_per_minute)`, as of the time `at_s`.
+    `num_left`: the requests that the key may send at once at the time `at_s`, with fractions.
+    Invariant: `0 <= num_left <= max(1, requests_per_minute)`.
     """
 
     num_left: float
@@ -44,7 +45,7 @@ class _Use:
 
 
 class KeyLimits:
-    """Counts of the requests and choices of each key, and the checks of their limits.
+    """The counts of each key's requests and choices, and the checks of the key's limits.
 
     The rate is a token bucket: the requests of a whole minute may be sent at once, and the bucket is refilled
     evenly.
@@ -56,7 +57,7 @@ class KeyLimits:
     def enter(self, key: ApiKey, now_s: float) -> None:
         """Count a request that begins, with one choice. The caller must call `leave` later.
 
-        If it raises RateLimitedError, the request is not counted.
+        Raises RateLimitedError; then the request is not counted, and `leave` must not be called.
         """
         use = self._uses.setdefault(key.sha256, _Use(_most(key.requests_per_minute), now_s))
         try:
@@ -70,8 +71,8 @@ class KeyLimits:
     def add_choices(self, key: ApiKey, num_more: int) -> None:
         """Count `num_more` further choices of a request that has begun.
 
-        Raises RateLimitedError, or RequestError for more choices than may ever run; then the further choices
-        are not counted.
+        Raises RequestError for more choices than the key may ever run, RateLimitedError for more than it may
+        run now. After an error, the further choices are not counted.
         """
         use, most = self._uses[key.sha256], key.max_concurrent
         if most is not None and use.num_running + num_more > most:
@@ -106,7 +107,7 @@ class KeyLimits:
             use.num_left -= 1
 
     def leave(self, key: ApiKey, num_choices: int = 1) -> None:
-        """Count a request that has begun as ended."""
+        """Record that a request with `num_choices` choices has ended."""
         self._uses[key.sha256].num_running -= num_choices
 
 
@@ -115,10 +116,10 @@ def _running(num_running: int, key: ApiKey) -> str:
 
 
 class KeyUse:
-    """The share of a key's limits that an HTTP request holds, from its admission to `end`."""
+    """One HTTP request's use of its key's limits, from the request's admission to `end`."""
 
     def __init__(self, key: ApiKey, limits: KeyLimits, now_s: float) -> None:
-        """Admit a request, as one choice. Raises RateLimitedError."""
+        """Admit a request, which counts as one choice until `take`. Raises RateLimitedError."""
         self.key = key
         self._limits = limits
         self._num_choices = 1
@@ -130,10 +131,10 @@ class KeyUse:
         self._num_choices = num_choices
 
     def claim(self, num_tokens: int) -> QuotaClaim | None:
-        """Return an answer's claim on the tenant's quota, for prompts of `num_tokens` together.
+        """Return an answer's claim on the tenant's quota; None if the key limits neither tokens nor choices.
 
-        None if the key has no limit of tokens or of choices. Raises RequestError for more tokens than the
-        quota of a minute.
+        `num_tokens`: the tokens of all prompts of the answer. Raises RequestError if they exceed the quota of
+        a minute.
         """
         per_minute, most = self.key.tokens_per_minute, self.key.max_concurrent
         if per_minute is None and most is None:
@@ -149,7 +150,7 @@ class KeyUse:
         return QuotaClaim(per_minute, most, 0 if use is None else use.num_running, num_tokens)
 
     def end(self) -> None:
-        """Release the share. To be called when no part of the request runs any more."""
+        """Stop counting the request. To be called when no part of the request runs any more."""
         self._limits.leave(self.key, self._num_choices)
 
 
@@ -196,7 +197,8 @@ class AccessControl:
 
 
 def _is_open(path: str) -> bool:
-    """Return whether the path needs no client's key. (Admin routes check keys themselves.)"""
+    """Return whether the path needs no client's key. Admin routes need none, as they check admins' keys
+    themselves."""
     return path in OPEN_PATHS or path.startswith(ADMIN_PREFIXES)
 
 

@@ -1,10 +1,10 @@
 """Access to `/dashboard` and `/admin`, which show all tenants' requests and affect all tenants.
 
-If clients or admins have keys, these routes need an admin's key, even for local requests, as requests through
-a proxy on this machine look local. Without keys the dashboard is open, and `/admin` may be used from this
-machine.
+If clients or admins have keys, these routes need an admin's key. Local requests need the key too, as requests
+through a proxy on this machine look local. Without keys the dashboard is open, and `/admin` may be used from
+this machine.
 
-Owns: this decision. Does not know: what the routes do (`admin`, `monitoring`).
+Owns: the decision who may use these routes. Does not know: what the routes do (`admin`, `monitoring`).
 """
 
 import base64
@@ -36,7 +36,7 @@ class _Rule(Enum):
 
 
 class AdminAccess:
-    """The check of each request to an admin route, as dependencies of these routes."""
+    """The checks of requests to admin routes, as FastAPI dependencies of the routes."""
 
     def __init__(self, config: FrontConfig, metrics: Metrics) -> None:
         """Read the admins' keys. Raises ConfigError for unusable ones."""
@@ -82,8 +82,11 @@ class AdminAccess:
 
 
 def _as_bearer(authorization: str | None) -> str | None:
-    """Return an `Authorization` header in Bearer form: a browser's Basic header has the key as its password;
-    other headers are returned unchanged."""
+    """Return an `Authorization` header in Bearer form.
+
+    In a Basic header, which browsers send, the password is the key; an invalid one gives None. A header of
+    another scheme is returned unchanged.
+    """
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization
