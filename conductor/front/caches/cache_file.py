@@ -36,13 +36,13 @@ _TOKEN_IDS = StoredCache._fields.index("token_ids")
 
 
 class CacheFile:
-    """The stored context caches of a cluster, in a file with the table `SCHEMA`. A `CacheStore`."""
+    """A `CacheStore` that keeps a cluster's context caches in a file with the table `SCHEMA`."""
 
     def __init__(self, file: StateFile) -> None:
         self._file = file
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
-        """Return the caches of this model, oldest first, and forget expired caches of any model.
+        """Remove the expired caches of all models, and return the other caches of this model, oldest first.
 
         Raises ConfigError if the file is damaged.
         """
@@ -68,7 +68,7 @@ class CacheFile:
         await self._file.write((_FORGET_EXPIRED, (time.time(),)), adding)
 
     async def extend(self, cache: StoredCache) -> None:
-        """Store the new end of a cache, whose earlier end may have passed."""
+        """Store the new time at which a cache expires. The earlier time may have passed already."""
         await self.put(cache)
 
     async def remove(self, cache_id: str) -> None:

@@ -1,12 +1,11 @@
 """Context caches in etcd, where the next leader finds them.
 
-A cache has two keys in etcd: its content of up to some 1.5 MB, which never changes, and its end, which
-clients may change often. They are separate because etcd keeps former values of keys. Both are removed after
-the end.
+A cache has two keys in etcd: one for its content, the other for its end, the time at which it expires. The
+content has up to some 1.5 MB and never changes; clients may change the end often. They have separate keys
+because etcd keeps former values of keys. When a cache has expired, its keys are removed.
 
-Owns: these keys and their values; the caches whose end in etcd may differ from the one that their clients
-were told. Does not know: who may see a cache, where its blocks are, etcd's calls
-(`mooncake.leadership.state_keys`).
+Owns: these keys and their values; which caches may have another end in etcd than clients were told. Does not
+know: who may see a cache, where its blocks are, etcd's calls (`mooncake.leadership.state_keys`).
 """
 
 import asyncio
@@ -24,9 +23,10 @@ from mooncake.leadership.state_keys import MAX_KEYS, StateKeys
 
 _CONTENTS, _ENDS = "context_caches", "context_cache_ends"
 _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
-"""The most keys in one answer of etcd, for contents and for ends: few contents, as each may have 1.5 MiB."""
+"""The most keys in one answer of etcd, for contents and for ends. Contents are few because each may have
+1.5 MiB."""
 _NEVER = 0.0
-"""The end of a cache that should not be in etcd: it was deleted, or its client was never told of it."""
+"""The end of a cache that should not be in etcd, as it was deleted or its client was never told of it."""
 _FASTEST = 1
 TIDY_S = 1.0
 """Seconds between two searches for caches that have ended, or whose end in etcd is in doubt."""
@@ -34,19 +34,20 @@ log = logging.getLogger(__name__)
 
 
 class CacheKeys:
-    """The stored context caches of a cluster, in etcd. A `CacheStore`, while `run` runs."""
+    """A `CacheStore` that keeps a cluster's context caches in etcd. It is tidied up while `run` runs."""
 
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys
         self._ends: dict[str, float] = {}
-        """The end that clients were told of each cache that etcd may have, by id."""
+        """The ends that clients were told, by id, of all caches that etcd may have."""
         self._doubtful: set[str] = set()
-        """Ids of caches of which etcd may have another end, as a change of it was not answered."""
+        """Ids of caches whose end in etcd is in doubt, because etcd has not answered a change of it."""
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
         """Return the caches of this model, oldest first. Waits until etcd answers.
 
-        Of two caches with one name the earlier one is removed: its client was never told of it.
+        If an owner has two caches of the same name, the earlier one is removed, as its client was never told
+        of it.
         """
         contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
         ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)
@@ -87,9 +88,9 @@ class CacheKeys:
                 await self.tidy_up()
 
     async def tidy_up(self) -> None:
-        """Remove ended caches, and set the ends in doubt to those that clients were told.
+        """Remove ended caches from etcd, and write the ends in doubt again, as clients were told them.
 
-        Only as many as fit into one change of etcd. Raises NotStoredError.
+        A call handles only as many caches as fit into one change of etcd. Raises NotStoredError.
         """
         async with self._keys.turn():
             now, most = time.time(), MAX_KEYS // 3

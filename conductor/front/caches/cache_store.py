@@ -13,7 +13,7 @@ from mooncake.messages.blocks import BlockKey
 
 
 class StoredCache(NamedTuple):
-    """One context cache. `owner` is the digest of its API key, empty without keys."""
+    """One context cache. `owner` is the digest of its API key; empty if clients have no keys."""
 
     id: str
     fingerprint: str

@@ -1,10 +1,10 @@
 """Context caches (Mooncake, section 3): beginnings of prompts that clients have stored, by name, for a while.
 
-A cache belongs to the API key that has made it; no other key can use, see or delete it. Its savings are the
-tokens that prompts behind it found in the pool, counted since the process has started.
+A cache belongs to the API key that has made it; no other key can use, see or delete it. A cache's savings are
+those of its tokens that prompts have found in the pool, counted since the process started.
 
-Owns: the caches, their names, ends and quotas, their savings. Does not know: where blocks are, HTTP, how
-caches are stored (`cache_store`).
+Owns: the caches' names, times to live, quotas and savings. Does not know: where blocks are, HTTP, how caches
+are stored (`cache_store`).
 """
 
 import contextlib
@@ -55,8 +55,8 @@ class Savings:
 
 
 class Beginning(NamedTuple):
-    """The beginning of prompts that a context cache holds, in a form that can be sent to the processes that
-    read requests."""
+    """The beginning of prompts, as a context cache holds it. It can be sent to the processes that read
+    requests."""
 
     token_ids: list[int]
     chat_prefix_json: bytes | None
@@ -73,9 +73,9 @@ class Beginning(NamedTuple):
             )
 
     def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
-        """Return the prefix of a conversation. `tools`: the request's own tools, which must be none.
+        """Return the cached beginning of conversations. `tools`: the tools of the request itself.
 
-        Raises RequestError.
+        Raises RequestError if the request has tools, or if the cache was made of tokens or a text.
         """
         if self.chat_prefix_json is None:
             raise RequestError(
@@ -100,7 +100,8 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ContextCache:
-    """One cache. `keys` are the block keys of its full blocks, behind `root_key`, the root of its salt."""
+    """One cache. `keys` are the block keys of its full blocks. `root_key` depends on the cache's salt; it is
+    the parent of the first of `keys`."""
 
     id: str
     name: str | None
@@ -128,25 +129,26 @@ class ContextCache:
         return len(self.beginning.token_ids)
 
     def has_ended(self, now_s: float) -> bool:
-        """Return whether the cache's time to live has passed."""
+        """Return whether the cache's time to live has passed, and no extension is being stored."""
         return self.expires_s is not None and self.expires_s <= now_s and not self.num_extending
 
 
 class CacheUse:
-    """The use of a cache by the prompts of one job. `num_shared`: the tokens that each prompt has from it."""
+    """The use of a cache by the prompts of one job. `num_shared`: for each prompt, the number of its leading
+    tokens that are also the cache's."""
 
     def __init__(self, cache: ContextCache, num_shared: Sequence[int]) -> None:
         self._cache, self._num_shared = cache, num_shared
 
     def count(self, prompt_index: int, num_cached_tokens: int, costs: Costs | None) -> None:
-        """Count the savings of a prompt of which the pool held `num_cached_tokens`."""
+        """Count the savings of a prompt; the pool held `num_cached_tokens` tokens of the prompt."""
         num_saved = min(num_cached_tokens, self._num_shared[prompt_index])
         self._cache.saved.add(num_saved, costs)
         self._cache.saved_by_key.add(num_saved, costs)
 
 
 def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of leading tokens that both have in common."""
+    """Return the number of leading tokens that `tokens` and `others` have in common."""
     if tokens == others[: len(tokens)]:
         return len(tokens)
     pairs = enumerate(zip(tokens, others, strict=False))
@@ -172,7 +174,7 @@ class ContextCaches:
 
         Args:
             default_quota: Tokens that a key may have in caches, unless its entry has a quota.
-            store: The store of caches, of this model and of others.
+            store: The store of the caches. It may have caches of other models too.
             stored: The caches of this model in the store.
             fingerprint: The model's fingerprint.
             block_size: Tokens of a block.
@@ -198,7 +200,7 @@ class ContextCaches:
         keys: list[BlockKey],
         now_s: float,
     ) -> ContextCache:
-        """Add a new cache, which is not stored and whose blocks are not computed yet.
+        """Add a new cache, which is not stored yet and whose blocks are not computed yet.
 
         Raises RequestError for a name that is taken, and for too many caches or tokens.
         """
@@ -238,8 +240,10 @@ class ContextCaches:
         return cache
 
     async def keep(self, cache: ContextCache, ttl_s: float, now_s: float) -> None:
-        """Store a complete cache, or the new time to live of a stored one. Raises RequestError if that
-        fails."""
+        """Store a complete cache, or the new time to live of a cache that is stored already.
+
+        Raises RequestError if the change cannot be stored.
+        """
         stored = _stored(cache, self._fingerprint, time.time() + ttl_s)
         cache.num_extending += 1
         try:
