@@ -81,12 +81,12 @@ class AnswerFormat:
             and all(params.num_logprobs is None for params in job.sampling)
         )
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        """The JSON before and behind the text of an event, by choice: for choices that have begun and whose
-        events have nothing but text."""
+        """The JSON before and behind the text of an event, by choice. It has the choices that have begun, if
+        their events have nothing but text."""
 
     def seen(self, delta: Delta) -> Delta:
-        """Search new tokens for tool calls, and return them: with a finish reason if the choice ends with its
-        tool calls."""
+        """Search new output for tool calls. Return the output, with a finish reason if the choice ends with
+        its tool calls."""
         with_tools = self._tool_answers.get(delta.choice_index)
         if with_tools is None:
             return delta
@@ -127,7 +127,7 @@ class AnswerFormat:
     def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
         """Return the stream's events for `delta`; empty if `delta` shows nothing new.
 
-        `usage` is called for token counts, if the client asked for them.
+        `usage` is called for the token counts if the client wants them in each chunk.
         """
         around = self._around_text.get(delta.choice_index)
         if around is not None and delta.finish_reason is None:
@@ -178,7 +178,7 @@ class AnswerFormat:
         return bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
 
     def _counts(self, usage: Callable[[], Usage], num_uncounted: int = 0) -> dict[str, Any]:
-        """Return the usage fields to show.
+        """Return a chunk's `usage` field in a dict; an empty dict if the client did not ask for usage.
 
         `num_uncounted`: received tokens that no chunk has shown so far.
         """
@@ -259,7 +259,7 @@ class _WholeChoice:
 
 
 class _Columns:
-    """A JSON object of lists whose items are encoded as soon as they arrive."""
+    """A JSON object whose lists grow. Each item is encoded as soon as it arrives."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[bytes]] = {}

@@ -25,10 +25,10 @@ from mooncake.messages.requests import FinishReason, Request, SamplingParams, To
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New output of one choice. `text` may be empty; `token_ids` are the tokens that `usage` counts.
+    """New output of one choice. `text` may be empty; `token_ids` are the tokens that `Usage` counts.
 
-    `logprobs` and `offsets` are empty unless the client wants logprobs. `offsets`: the character of the
-    choice's text at which each token begins.
+    `logprobs` and `offsets` are empty unless the client wants logprobs. `offsets`: for each token, the index
+    of its first character in the choice's text.
     """
 
     choice_index: int
@@ -53,9 +53,9 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """The state of one choice. `last_s`: time of its latest tokens; None before the first.
+    """The state of one choice. `last_s`: time of its latest tokens; None before its first token.
 
-    `gaps_s`: seconds between its iterations.
+    `gaps_s`: seconds between the choice's iterations.
     """
 
     index: int
@@ -97,8 +97,8 @@ class Generation:
         self._num_unsubmitted = len(self._choices)
         self._num_prompt_tokens = job.num_prompt_tokens
         self._num_cached: dict[int, int] = {}
-        """Cached tokens by prompt: the least number among its choices, as later choices may find blocks of
-        the first one."""
+        """Cached tokens by prompt: the least number among the prompt's choices, as a later choice may also
+        find blocks that the first choice has stored."""
         self._num_completion_tokens = 0
         self._is_closed = False
 
@@ -129,8 +129,8 @@ class Generation:
     def gain(self, event: Event) -> Delta | None:
         """Return the new output that `event`, the next event of a choice, brings. Raises RequestError.
 
-        None if the choice had ended at a stop string while the event was in flight. If the output has a
-        finish reason, the choice has ended, and the caller calls `end`.
+        Returns None if the choice had ended already, at a stop string, while the event was in flight. If the
+        output has a finish reason, the choice has ended, and the caller calls `end`.
         """
         choice = self._running.get(event.request_id)
         if choice is None:

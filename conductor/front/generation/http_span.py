@@ -97,7 +97,7 @@ class HttpSpan:
     def choice_ended(self, index: int, how: str, first_s: float | None, last_s: float | None) -> None:
         """Record how a choice has ended: its finish reason, "aborted", or an error.
 
-        `first_s` and `last_s` are the times of its first and last tokens; None without any.
+        `first_s` and `last_s` are the times of the choice's first and last token; None if it has no tokens.
         """
         self._ends.append(how if how in _ENDS else "error")
         if how not in _ENDS:

@@ -5,8 +5,9 @@ that arrive are new (`reception`).
 
 The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in the answer means another Conductor,
 which knows nothing of requests in flight and of context caches: the front reports them (`Resume`,
-`KeepContext`). Requests fail when the Conductor had given this front up. Each heartbeat names the requests in
-flight (`InFlight`), so that both sides see which messages a break of the connection has lost.
+`KeepContext`). If the Conductor answers that it has given this front up in between, the requests in flight
+fail. Each heartbeat names the requests in flight (`InFlight`), so that both sides see which messages were
+lost with a connection.
 """
 
 import asyncio
@@ -52,10 +53,10 @@ HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
 """The number of unanswered heartbeats beyond which the Conductor counts as gone. Heartbeats are counted, not
-seconds, as a front that was stopped for a while has answers that it has not read yet."""
+seconds: a front that was stopped for a while finds many seconds gone, but its answers may wait unread."""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""The number of heartbeats for which tokens are awaited after the Conductor has reported that all were sent,
-or that the request is unknown."""
+"""The number of heartbeats for which a request's missing tokens are awaited, after the Conductor has reported
+that all of them were sent or that it does not know the request."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """The most outputs of workers that are handled in one turn of the event loop."""
 
@@ -67,7 +68,7 @@ FromConductor = (
 
 
 class ConductorPeer(Protocol):
-    """The link to the Conductor: a `ConductorDealer`, or an `InProcessLink` within its process."""
+    """The link to the Conductor: a `ConductorDealer`, or an `InProcessLink` in the Conductor's process."""
 
     @property
     def least_epoch(self) -> int:
@@ -145,7 +146,7 @@ class Link:
         return len(self._in_flight)
 
     def num_received(self, request_id: str) -> int | None:
-        """Return the number of a request's tokens that have arrived; None if it is not in flight."""
+        """Return the number of a request's tokens that have arrived; None if the request is not in flight."""
         reception = self._in_flight.get(request_id)
         return None if reception is None else len(reception.token_ids)
 
@@ -165,7 +166,7 @@ class Link:
 
         Args:
             request: The request.
-            receive: A callback for its tokens, and for the error if no more tokens follow.
+            receive: A callback for the request's tokens, and for the error if one ends the request.
             claim: The answer's claim on the tenant's quota, for the first choice of an answer only.
         """
         if self._ended is not None:
@@ -265,7 +266,7 @@ class Link:
                 self._wait_for_less(request_id, reception)
 
     def _wait_for_less(self, request_id: str, reception: Reception) -> None:
-        """Count a heartbeat without a request's missing tokens; end the request after too many."""
+        """Count a heartbeat without a request's missing tokens; end the request after too many heartbeats."""
         reception.num_silent_beats += 1
         if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
             self._end(request_id, reception.what_is_missing)
@@ -296,9 +297,9 @@ class Link:
                             reception.is_unknown = True
 
     async def _continue(self, request_id: str) -> None:
-        """Resubmit an interrupted request with its output so far; cancel one that is not in flight any more.
+        """Resubmit an interrupted request with its output so far, or cancel it if it is no longer in flight.
 
-        A request is interrupted by the loss of its instance, by a failed attempt, or by another Conductor.
+        A request is interrupted when its instance is lost, its attempt fails, or another Conductor leads.
         """
         reception = self._in_flight.get(request_id)
         if reception is None:  # it ended in the meantime
@@ -310,7 +311,8 @@ class Link:
         return reception.request.continued(reception.token_ids, self._block_size)
 
     async def _say(self, message: Cancel | Continue) -> None:
-        """Send the Conductor a message that may be lost, as it is repeated or asked for again."""
+        """Send the Conductor a message that may be lost: this front repeats it, or the Conductor asks for it
+        again."""
         with contextlib.suppress(PeerGoneError):
             await self._conductor.send(message)
 
@@ -364,7 +366,7 @@ class Link:
                     await self._lose(output.ref.request_id, error)
 
     def _deliver(self, output: TokenOutput, now_s: float) -> None:
-        """Pass new tokens to their request. Raises GenerationFailedError as `Reception.accept`."""
+        """Pass new tokens to their request. Raises GenerationFailedError as `Reception.accept` does."""
         request_id = output.ref.request_id
         reception = self._in_flight.get(request_id)
         if reception is None:

@@ -31,7 +31,7 @@ def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
 def of_completion(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
     """Return a plain completion's logprobs as columns.
 
-    The drawn token is always shown, beside the most likely ones.
+    `top_logprobs` has the most likely tokens, and always the drawn token.
     """
     pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
     return {
@@ -61,7 +61,8 @@ def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, 
 
 @lru_cache(1 << 15)
 def _piece(token_bytes: TokenBytes, token_id: int) -> tuple[str, tuple[int, ...]]:
-    """Return a token's text and bytes. Cached, as each token of an answer may come with twenty others."""
+    """Return a token's text and bytes. Cached, as each token of an answer may come with twenty likely tokens
+    that were not drawn."""
     data = token_bytes(token_id)
     return data.decode(errors="replace"), tuple(data)
 

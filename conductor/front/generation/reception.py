@@ -1,8 +1,8 @@
 """The tokens that arrive for one request, and the progress of their arrival.
 
 Source and destination of a migration send over two connections, so the first tokens of the destination may
-overtake the last tokens of the source. Early tokens wait until the tokens before them have arrived. These may
-be of any attempt, as every attempt gives the same token at the same position.
+overtake the last tokens of the source. Early tokens wait until the missing tokens before them have arrived.
+Missing tokens may come from any attempt, as every attempt gives the same token at the same position.
 
 Owns: which tokens are new, whatever attempt they are of; the error of a request whose tokens are missing.
 Does not know: connections, who waits for the tokens.
@@ -44,7 +44,7 @@ Receive = Callable[[Event], None]
 
 
 MAX_BEATS_FOR_MISSING = 2
-"""The number of the front's heartbeats at which early tokens count as waiting for too long."""
+"""The number of heartbeats of the front after which early tokens have waited for too long."""
 
 
 @dataclass(slots=True)
@@ -57,11 +57,12 @@ class Reception:
     last_s: float = field(init=False)
     """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)
-    """The latest attempt of which tokens have arrived: the epoch of its Conductor, and its number."""
+    """The latest attempt of which tokens have arrived, as the Conductor's epoch and the attempt's number."""
     token_ids: list[int] = field(default_factory=list)
     """The tokens that have arrived in order."""
     early: list[TokenOutput] = field(default_factory=list)
-    """Outputs before which tokens are missing, by position: each begins behind the end of `token_ids`."""
+    """Outputs before which tokens are missing, in order of position. Each begins behind the end of
+    `token_ids`."""
     num_missing_beats: int = 0
     """Consecutive heartbeats at which there were `early` outputs."""
     num_sent: int | None = None
@@ -76,7 +77,7 @@ class Reception:
 
     @property
     def what_is_missing(self) -> UnavailableError:
-        """The error for a request that gets no more tokens before its end. The client may retry."""
+        """The error for a request that has not ended but gets no more tokens. The client may retry."""
         num_received = len(self.token_ids)
         if self.num_sent is not None:
             missing = f"{num_received} of {self.num_sent} tokens arrived, the rest was lost"
@@ -86,16 +87,17 @@ class Reception:
         return UnavailableError("it was lost on its way to the conductor, or what became of it; try again")
 
     def beat(self) -> bool:
-        """Count a heartbeat of the front. Returns whether tokens have been missing for too long."""
+        """Count a heartbeat of the front. Returns whether tokens have been missing for too long while the
+        Conductor has not reported that all were sent."""
         self.num_missing_beats = self.num_missing_beats + 1 if self.early else 0
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
     def accept(self, output: TokenOutput) -> list[Received] | None:
-        """Return the new tokens that `output` completes; None if its attempt has been replaced.
+        """Return the new tokens that `output` completes; None if `output` is dropped.
 
-        While tokens are missing, an output of a replaced attempt may fill the gap. Raises
-        GenerationFailedError if the tokens differ from those that an earlier attempt has given, as tokens
-        that the client has read cannot be taken back.
+        An output of a replaced attempt is dropped, unless early outputs wait: then it may fill the gap before
+        them. Raises GenerationFailedError if the latest attempt draws other tokens than an earlier attempt
+        did, as tokens that the client has read cannot be taken back.
         """
         attempt = _attempt(output)
         is_stale = attempt < self.attempt
@@ -109,7 +111,7 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Return `received` with the early outputs before which no tokens are missing any more.
+        """Add the early outputs before which no tokens are missing any more to `received`, and return it.
 
         `attempt` is the attempt of the output that has just arrived.
         """
@@ -123,8 +125,11 @@ class Reception:
         return received
 
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
-        """Append an output before which no tokens are missing, and return its new tokens; nothing if it has
-        none."""
+        """Append an output before which no tokens are missing. Return its new tokens and its finish reason;
+        an empty list if it has neither.
+
+        A stale output is dropped if its tokens differ from those that have arrived.
+        """
         new = output.token_ids
         if output.position < len(self.token_ids):
             known = self.token_ids[output.position : output.position + len(new)]

@@ -120,7 +120,7 @@ class Recorder:
 
 
 class _Trace:
-    """The file of a trace, and the lines that wait for earlier ones."""
+    """The file of a trace, and the lines that wait for earlier lines to be written."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file, self._bytes_left = file, max_bytes
@@ -140,7 +140,7 @@ class _Trace:
     def end(self, request_id: str, num_output_tokens: int) -> bool:
         """Set a line's output length, and write the lines before the first line of a running request.
 
-        Returns whether the file had room for them.
+        Returns False if the file had no room for these lines.
         """
         line = self._waiting.get(request_id)
         if line is None:
@@ -174,9 +174,9 @@ class _Trace:
 
 
 def hash_ids(token_ids: list[int], salt: bytes, root_key: bytes) -> list[int]:
-    """Return an id for each block of `TRACE_BLOCK_TOKENS` tokens of a prompt, the last partial one included.
+    """Return an id for each block of `TRACE_BLOCK_TOKENS` tokens of a prompt; the last block may be shorter.
 
-    An id stands for its block, all tokens before it, and `root_key`, which separates tenants.
+    An id stands for its block, all tokens before the block, and `root_key`, which separates tenants.
     """
     ids, parent = [], root_key
     for begin in range(0, len(token_ids), TRACE_BLOCK_TOKENS):

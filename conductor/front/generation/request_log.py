@@ -11,11 +11,11 @@ from conductor.front.metrics import tbt_s
 log = logging.getLogger(__name__)
 
 PairOf = Callable[[str], tuple[str | None, str | None]]
-"""A function that returns a request's prefill and decode instance; None for an unknown one."""
+"""A function that returns a request's prefill and decode instance; None for an instance that is unknown."""
 
 
 class RequestLog:
-    """The log of a front's requests. Instances are named only with a Conductor in this process."""
+    """The log of a front's requests. Its lines name instances only if the Conductor is in this process."""
 
     def __init__(self, pair_of: PairOf | None) -> None:
         self._pair_of = pair_of
@@ -33,8 +33,8 @@ class RequestLog:
     ) -> None:
         """Log a request that is over.
 
-        `how` is its finish reason or other end, `ttft_s` is None without a token, `gaps_s` are the seconds
-        between its iterations.
+        `how` is the finish reason, "aborted" or an error. `ttft_s` is None for a request without tokens.
+        `gaps_s` are the seconds between the request's iterations.
         """
         if not log.isEnabledFor(logging.INFO):
             return

@@ -24,7 +24,7 @@ from mooncake.errors import RequestError
 _MAX_EVENTS_AT_ONCE = 64
 """The most events sent in one turn of the event loop to a client that has not read for a while."""
 _MAX_BYTES_AT_ONCE = 1 << 17
-"""The most bytes of a whole answer that are encoded in one turn of the event loop, up to one part."""
+"""The bytes of a whole answer that are encoded in one turn of the event loop; one part more is possible."""
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -52,9 +52,9 @@ class GenerationResponse(Response):
 
     The request ends at once when its client hangs up.
 
-    The first and the last event are sent by the request's task. Events between them are sent in the turn of
-    the event loop in which their tokens are received. While the client does not read, the task sends these,
-    too, and output that waits is kept as token ids.
+    The request's task sends the first event, and the last event of each choice. Events between them are sent
+    in the turn of the event loop in which their tokens are received. While the client does not read, output
+    waits as token ids, and the task sends all of it.
     """
 
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
@@ -160,7 +160,7 @@ class GenerationResponse(Response):
         return b""
 
     async def _end(self, chunks: bytes) -> None:
-        """Send the end of a stream, whose last chunks are `chunks`, or the whole answer."""
+        """Send the whole answer or, if it is streamed, its last chunks `chunks` and the end of the stream."""
         await self._generation.aclose()  # a client that has the answer finds it counted
         usage = self._generation.usage()
         if self._is_streamed:

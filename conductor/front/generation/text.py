@@ -17,11 +17,11 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Decoded(msgspec.Struct, frozen=True):
     """New text of a choice.
 
-    `num_tokens`: the number of pushed tokens that belong to the answer; at a stop string, those up to the one
-    that completes it.
+    `num_tokens`: the number of pushed tokens that belong to the answer. If a stop string was found, the last
+    of them is the token that completes the stop string.
 
-    `offsets`: the character of the text at which each of these tokens begins, if the stream counts
-    characters.
+    `offsets`: for each of these tokens, the index of its first character in the choice's text, if the stream
+    counts characters.
     """
 
     text: str
@@ -33,8 +33,8 @@ class Decoded(msgspec.Struct, frozen=True):
 class _StopStrings:
     """An automaton of all stop strings (Aho and Corasick).
 
-    A state is the longest suffix of the text with which a stop string begins. So the cost of a character does
-    not depend on the number and length of stop strings.
+    A state is the longest end of the text that is the beginning of a stop string. So the cost of a character
+    does not depend on the number and length of stop strings.
     """
 
     __slots__ = ("fallback", "following", "held", "longest")
@@ -46,7 +46,7 @@ class _StopStrings:
         self.held = [0]
         """The length in characters of each state."""
         self.fallback = [0]
-        """The fallback of each state: its longest shorter suffix with which a stop string begins."""
+        """The fallback of each state: its longest shorter end that is the beginning of a stop string."""
         self.longest = [0]
         """The length of the longest stop string with which each state ends; 0 without one."""
         for stop in stops:
@@ -81,13 +81,13 @@ class _StopStrings:
 
 
 _stop_strings = lru_cache(maxsize=4)(_StopStrings)
-"""Return the automaton of these stop strings, cached, as all choices of a request have the same strings."""
+"""Return the automaton of stop strings. Cached, as all choices of a request have the same stop strings."""
 
 
 class StopMatcher:
-    """A matcher that finds the stop string which ends first in a text, and holds back parts of stop strings.
+    """A matcher that cuts a text at a stop string, and holds back text that may begin a stop string.
 
-    A text is cut before the stop string that ends first; if several end together, before the longest. The
+    The text is cut before the stop string that ends first; if several end together, before the longest. The
     result does not depend on how the text is divided into pieces.
     """
 
@@ -140,7 +140,8 @@ class TextStream:
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
         self.plain = None if stops or counts_offsets else detokenizer
-        """The detokenizer whose text is shown unchanged until `flush`; None if each token is looked at."""
+        """The detokenizer, if its text is shown unchanged until `flush`; None if stop strings or offsets need
+        a look at each token."""
         self._num_tokens = 0
         self._num_chars = 0
 

@@ -35,7 +35,7 @@ class ToolAnswer:
         """Calls, each with the pieces of its arguments so far."""
 
     def see(self, text: str, finish_reason: FinishReason | None) -> None:
-        """Parse new text of the answer. With a finish reason it is the last text.
+        """Parse new text of the answer. Text with a finish reason is the last text of the answer.
 
         The caller calls `deltas` or `gather` next.
         """
