@@ -39,7 +39,7 @@ class AdminAccess:
     """The checks of requests to admin routes, as FastAPI dependencies of the routes."""
 
     def __init__(self, config: FrontConfig, metrics: Metrics) -> None:
-        """Read the admins' keys. Raises ConfigError for unusable ones."""
+        """Read the admins' keys. Raises ConfigError if their file cannot be used."""
         self._ring = None if config.admin_keys_file is None else KeyRing(config.admin_keys_file)
         self._metrics = metrics
         if self._ring is not None:
@@ -84,8 +84,8 @@ class AdminAccess:
 def _as_bearer(authorization: str | None) -> str | None:
     """Return an `Authorization` header in Bearer form.
 
-    In a Basic header, which browsers send, the password is the key; an invalid one gives None. A header of
-    another scheme is returned unchanged.
+    In a Basic header, which browsers send, the password is the key. Returns None for an invalid Basic header.
+    A header of another scheme is returned unchanged.
     """
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
