@@ -1,7 +1,7 @@
 """Context caches in etcd, where the next leader finds them.
 
 A cache has two keys in etcd: one for its content, the other for its end, the time at which it expires. The
-content has up to some 1.5 MB and never changes; clients may change the end often. They have separate keys
+content has up to some 1.5 MB and never changes; clients may change the end often. The two keys are separate
 because etcd keeps former values of keys. When a cache has expired, its keys are removed.
 
 Owns: these keys and their values; which caches may have another end in etcd than clients were told. Does not
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class CacheKeys:
-    """A `CacheStore` that keeps a cluster's context caches in etcd. It is tidied up while `run` runs."""
+    """A `CacheStore` that keeps a cluster's context caches in etcd, and tidies up while `run` runs."""
 
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys

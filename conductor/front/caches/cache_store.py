@@ -32,7 +32,7 @@ class CacheStore(Protocol):
     """The stored context caches of a cluster.
 
     `put`, `extend` and `remove` are carried out in the order of their calls. They return when the change is
-    stored, and raise NotStoredError if it cannot be.
+    stored, and raise NotStoredError if the change cannot be stored.
     """
 
     async def load(self, fingerprint: str) -> list[StoredCache]:

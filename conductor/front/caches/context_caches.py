@@ -29,9 +29,9 @@ from mooncake.messages.fronts import KeepContext
 from mooncake.security.api_keys import ApiKey
 
 MAX_CACHES = 256
-"""The most context caches of one API key, as each request searches them."""
+"""The most context caches of one API key. They are limited, as each request of the key searches them all."""
 NO_KEY = "(none)"
-"""The name that is shown where clients have no keys; no key can have it."""
+"""The name that is shown where clients have no keys. No key can have this name."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Savings:
     prefill_s: float = 0.0
 
     def add(self, num_tokens: int, costs: Costs | None) -> None:
-        """Count a prompt that found `num_tokens` in a cache.
+        """Count a prompt that found `num_tokens` tokens of a context cache in the pool.
 
         `costs`: the costs of prefill; None if they are unknown.
         """
@@ -106,7 +106,7 @@ class ContextCache:
     id: str
     name: str | None
     owner: str
-    """The digest of its API key."""
+    """The digest of the cache's API key; empty if clients have no keys."""
     key_name: str
     beginning: Beginning
     root_key: BlockKey
