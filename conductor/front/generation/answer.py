@@ -208,7 +208,7 @@ class AnswerFormat:
         return reason if with_tools is None else with_tools.finish_reason(reason)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """Return the logprobs; None if they were not asked for, or in a chunk without tokens."""
+        """Return the logprobs; None if they were not asked for, or if the chunk has no tokens."""
         if not delta.logprobs:
             return None
         return (logprobs.of_chat if self._chat else logprobs.of_completion)(delta, self._token_bytes)

@@ -105,7 +105,7 @@ class Generation:
     async def begin(self, receive: Receive) -> None:
         """Submit all choices. `receive` is called with their events. Raises RequestError.
 
-        The generation must be closed (`aclosing`), even after an error: this cancels choices that still run.
+        The generation must be closed (`aclosing`), even after an error, to cancel choices that still run.
         """
         num_tokens = 0
         for request_id, choice in self._choices.items():

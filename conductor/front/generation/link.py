@@ -53,7 +53,7 @@ HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
 """The number of unanswered heartbeats beyond which the Conductor counts as gone. Heartbeats are counted, not
-seconds: a front that was stopped for a while finds many seconds gone, but its answers may wait unread."""
+seconds: for a front that was stopped for a while, many seconds have passed, but unread answers may wait."""
 MAX_BEATS_FOR_LAST_TOKENS = 3
 """The number of heartbeats for which a request's missing tokens are awaited, after the Conductor has reported
 that all of them were sent or that it does not know the request."""
@@ -132,7 +132,8 @@ class Link:
 
     @property
     def cluster(self) -> ClusterState | None:
-        """The latest state that the Conductor sent; None after `MAX_UNANSWERED` unanswered heartbeats."""
+        """The latest state that the Conductor sent; None before the first state, and after more than
+        `MAX_UNANSWERED` unanswered heartbeats."""
         return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
 
     @property

@@ -24,7 +24,8 @@ from mooncake.errors import RequestError
 _MAX_EVENTS_AT_ONCE = 64
 """The most events sent in one turn of the event loop to a client that has not read for a while."""
 _MAX_BYTES_AT_ONCE = 1 << 17
-"""The bytes of a whole answer that are encoded in one turn of the event loop; one part more is possible."""
+"""The bytes of a whole answer that are encoded before other tasks of the event loop run. The last part may
+exceed this number."""
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
