@@ -135,7 +135,7 @@ def response_to(error: RequestError | ClientDisconnect) -> Response:
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
-    """Make the application answer errors as OpenAI does. To be called after the last route was added.
+    """Make the application answer errors as OpenAI does.
 
     `unserved`: path prefixes of endpoints that other servers have and this server lacks.
     """

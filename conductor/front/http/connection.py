@@ -36,7 +36,7 @@ _MAX_BUFFERED_BYTES = 1 << 16
 """The most bytes of a request's body that wait for the application before the client has to wait."""
 _MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
 """The most pieces, and the most reported parts of bodies, that are parsed before it is the turn of other
-connections. If a body's chunks are large, the pieces are some 64 KiB of it."""
+connections. If a body's chunks are large, these pieces have some 64 KiB."""
 
 
 @dataclass(slots=True)

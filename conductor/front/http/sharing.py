@@ -22,7 +22,7 @@ CROWD_LEN = 64
 MAX_READ_AT_ONCE = 16
 """The most connections in `ReadingTurns` whose received bytes are parsed in one turn of the event loop."""
 _SHARE_OF_DESCRIPTORS = 4
-"""The limit of the process's file descriptors, divided by this number, is the most connections of a kind.
+"""The limit of the process's file descriptors, divided by this number, bounds the connections of each kind.
 
 The remaining descriptors are for responses, workers and another listener.
 """
@@ -155,7 +155,7 @@ class UploadBudget(Generic[Sender]):
 
 
 class ReadingTurns:
-    """A queue of connections with unparsed bytes. Only a few of them parse in each turn of the event loop.
+    """A queue of connections with unparsed bytes. A few connections parse in each turn of the event loop.
 
     So a new request is answered soon, even if other connections bring many pipelined requests, or bodies in
     small chunks.
