@@ -39,7 +39,7 @@ class FrontTokenizer(Protocol):
         """Return the text of `ids`."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's turn. `template_kwargs` are the
+        """Return the token ids of a conversation, by the model's chat template. `template_kwargs` are the
         template's variables. Raises RequestError."""
 
 

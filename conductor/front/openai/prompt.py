@@ -77,7 +77,8 @@ def chat_prompt(
 ) -> list[int]:
     """Return the prompt of a conversation that continues the prefix `before`.
 
-    Raises RequestError, which names places in `messages`, also if the prompt leaves no room for an answer.
+    Raises RequestError that names a place in `messages`. A prompt that leaves no room for an answer is an
+    error too.
     """
     prompt = chat_tokens(
         [*before.messages, *messages], tools, model, variables, num_before=len(before.messages)
@@ -97,8 +98,8 @@ def chat_tokens(
 ) -> list[int]:
     """Return the token ids of a conversation, by the model's chat template with these `variables`.
 
-    The first `num_before` messages come from a context cache. In the text of a RequestError, `messages[0]` is
-    the first message behind these.
+    The first `num_before` messages come from a context cache. Raises RequestError, in whose text
+    `messages[0]` is the first message behind these.
     """
     _check_num_messages(len(messages), model)
     rendered = rendered_messages(messages, num_before)
