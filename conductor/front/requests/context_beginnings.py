@@ -1,7 +1,7 @@
 """Bodies of `POST /v1/context_caches`: from bytes to the job that computes the blocks to keep.
 
-Owns: the fields of these bodies, checks and defaults. Does not know: HTTP, which caches there are. Its
-functions have no state, so they may run in another process.
+Owns: the fields of these bodies, checks and defaults. Does not know: HTTP, which caches there are. The
+functions here have no state, so they may run in another process.
 """
 
 import time

@@ -18,7 +18,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}", "coerce_one_
 
 
 class _Shape(NamedTuple):
-    """The text around tool calls. A part is written as one special token if the model has one for it."""
+    """The text around tool calls. A part for which the model has a special token is written as that token."""
 
     before_all: tuple[str, ...] = ()
     before: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
 """Processes for work that may take long: parsing, rendering, tokenizing and compiling hold the GIL, so in
 threads they would stop every stream.
 
-The processes are forked, so that they have the model without reading it again. This process forks a first one
-when it begins to serve. The first one has a single thread, and forks a process for each queue when the
-queue's first task arrives. A queue's process that exceeds its limits ends, its task is refused, and the next
-task gets a new process.
+The processes are forked, so that they have the model without reading it again. The front's process forks a
+first process when it begins to serve. The first process has a single thread. It forks a process for each
+queue when the queue's first task arrives. A queue's process that exceeds its limits is ended, and its task is
+refused; the queue's next task gets a new process.
 
 Owns: these processes, their limits, the order of tasks. Does not know: the work.
 """
@@ -44,10 +44,10 @@ _MAX_NEW_BYTES = 1 << 30
 _NICE = 10
 """The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 _MAX_S = 120.0
-"""Seconds after which a task is ended that has not reached its limit of processor time: it hangs, as it takes
-far less even on a busy machine."""
+"""Seconds after which a task is ended although it has not used up its processor time. Such a task must hang:
+even on a busy machine, a task that computes reaches that limit far sooner."""
 _FORK_S = 30.0
-"""Seconds in which the first process must fork another one; else it hangs, or is stopped."""
+"""Seconds that the first process may take to fork another one. If it takes longer, it hangs or is stopped."""
 _SIZE = struct.Struct("<Q")
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -79,10 +79,11 @@ A MooncakeError that it raises is raised at the caller of `Offload.do`.
 
 
 class Offload:
-    """A pool of processes for tasks, which run only while `run` runs. Needs a running event loop."""
+    """A pool of processes for tasks. Tasks run only while `run` runs. Needs a running event loop."""
 
     def __init__(self, work: Mapping[Queue, Work]) -> None:
-        """Fork the first process. No other thread may run now, as the child could wait for its locks."""
+        """Fork the first process. No other thread may run now: the child would wait for ever for a lock that
+        such a thread holds."""
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._pid = _fork(lambda: _fork_for_queues(other, list(work.values())), keep=[other])
@@ -135,7 +136,7 @@ class _Task(NamedTuple):
 
 
 class _WorkQueue:
-    """One queue: its process, and its waiting tasks, of which each tenant's get their turns one by one."""
+    """One queue: its process, and its waiting tasks. Tenants take turns, with one task in each turn."""
 
     def __init__(self, number: int, new_process: Callable[[int], socket.socket]) -> None:
         self._number, self._new_process = number, new_process
@@ -206,7 +207,7 @@ class _Process:
     async def connect(cls, connection: socket.socket) -> "_Process":
         """Return the connection once the process has been forked.
 
-        Raises RuntimeError if that takes too long.
+        Raises RuntimeError if the fork takes too long.
         """
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
@@ -250,7 +251,7 @@ class _Process:
         return await self._reader.readexactly(size)
 
     def close(self) -> None:
-        """End the process, which may compute, hang or be stopped."""
+        """End the process, even if it computes, hangs or is stopped."""
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -261,7 +262,7 @@ class _Process:
 
 
 def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
-    """Run `work` in a forked child that has no descriptors but `keep` and stderr. Returns its process id.
+    """Run `work` in a forked child that has no descriptors but `keep` and stderr. Returns the child's id.
 
     The kernel kills the child when the thread that calls this ends.
     """
@@ -288,7 +289,8 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
 
 
 def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
-    """Fork a process for each queue number and connection that arrive, until the front is gone."""
+    """Fork a process for each message, which has a queue's number and a connection, until the front is
+    gone."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -321,7 +323,7 @@ def _serve(connection: socket.socket, work: Work) -> None:
 
 
 def _lower_priority() -> None:
-    """Lower the priority, so that processes that compute tokens go first where cores are short.
+    """Lower this process's priority, so that processes that compute tokens go first where cores are short.
 
     Linux may first divide the processor between sessions (autogroup). So the process gets a session of its
     own, with a nice value of its own.

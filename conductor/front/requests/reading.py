@@ -1,5 +1,5 @@
-"""Bodies of requests, read without delaying other requests: short ones at once, long ones outside the event
-loop.
+"""Bodies of requests, read without delaying other requests: short bodies in the event loop, long bodies in
+other processes.
 
 Owns: which bodies are short, the messages to and from the processes of `offload`. Does not know: HTTP, how
 bodies are read (`validation`, `tokenization`, `context_beginnings`), who owns a context cache.
@@ -37,8 +37,8 @@ from mooncake.messages.blocks import KEY_BYTES
 from mooncake.security.api_keys import ApiKey
 
 MAX_BRIEF_BYTES = 8192
-"""The most bytes of a body that is read in the event loop. Reading more takes milliseconds, which would delay
-streams."""
+"""The most bytes of a body that is read in the event loop. Reading a longer body there takes milliseconds, by
+which all streams would be late."""
 _MAX_SHORT_BYTES = 1 << 18
 """The most bytes of a body in the queue of short bodies."""
 _MAX_WAITING_GRAMMARS = 16
@@ -46,7 +46,7 @@ _MAX_WAITING_GRAMMARS = 16
 _MAX_GRAMMARS_KEPT = 32
 
 FindCache = Callable[[str], Beginning]
-"""A function that returns a context cache by id or name. Raises RequestError."""
+"""A function that returns the content of the context cache with an id or name. It raises RequestError."""
 
 
 class _JobTask(NamedTuple):
@@ -67,8 +67,8 @@ class Reading:
     """The reader of one front's bodies. Needs a running event loop; bodies are read only while `run` runs."""
 
     def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
-        """Fork the first process of `offload`. No other thread may run now, as the child could wait for its
-        locks."""
+        """Fork the first process of `offload`. No other thread may run now: the child would wait for ever for
+        a lock that such a thread holds."""
         self._model, self._name, self._max_choices = model, served_model_name, max_choices
         self._offload = Offload(
             {Queue.SHORT: self._read, Queue.LONG: self._read, Queue.GRAMMAR: self._compile}
@@ -89,8 +89,8 @@ class Reading:
     ) -> Job:
         """Return the job in `body`, after checking that its grammar compiles. Raises RequestError.
 
-        A context cache is looked up here, as the processes that read bodies do not have it: if a body turns
-        out to name a cache, it is read again with the cache.
+        Context caches are looked up in this process, as the processes that read bodies have none. If a body
+        turns out to name a cache, the body is read again, with the cache's content.
         """
         cache = None
         if await self._may_read_here(body, key):
@@ -125,7 +125,8 @@ class Reading:
         return data
 
     async def _may_read_here(self, body: ReceivedBody, key: ApiKey | None) -> bool:
-        """Return whether a body is short enough to be read in the event loop, after waiting for its turn."""
+        """Return whether a body is short enough to be read in the event loop; if so, wait for its turn
+        first."""
         if len(body) > MAX_BRIEF_BYTES:
             return False
         await self._order.turn(_tenant(key), len(body))
@@ -188,7 +189,7 @@ def _tenant(key: ApiKey | None) -> str:
 
 
 def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
-    """Return the job without its prompts, and the bytes of each prompt's token ids and of its keys."""
+    """Return the job without its prompts and, for each prompt, the bytes of its token ids and of its keys."""
     parts = []
     for prompt in job.prompts:
         parts += [array("I", prompt.token_ids).tobytes(), b"".join(prompt.keys)]
@@ -198,7 +199,7 @@ def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
 async def _unpacked(job: Job, parts: Sequence[bytes]) -> Job:
     """Return the whole job, from the two results of `_packed`.
 
-    Other tasks of the event loop run between two prompts, as these may have millions of tokens.
+    Other tasks of the event loop run between two prompts, as prompts may have millions of tokens.
     """
     prompts = []
     for ids, keys in zip(parts[::2], parts[1::2], strict=True):

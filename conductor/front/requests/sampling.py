@@ -55,7 +55,8 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """Return the sampling parameters of a prompt's choice with this index. Raises RequestError."""
+        """Return the sampling parameters of choice number `choice`, from 0, of a prompt. Raises
+        RequestError."""
         if self._min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {self._min_tokens}, but the answer has at most"
@@ -69,8 +70,8 @@ class Sampling:
 
 
 def _check_beside_grammar(request: ChatCompletionRequest | CompletionRequest, grammar: WantedGrammar) -> None:
-    """Refuse a field that forbids tokens beside a grammar, as it could forbid all tokens that the grammar
-    allows."""
+    """Check that a request with a grammar has no field that forbids tokens. Raises RequestError, as such a
+    field could forbid all tokens that the grammar allows."""
     for field in ("min_tokens", "bad_words", "ignore_eos"):
         if getattr(request, field):
             raise RequestError(
@@ -92,7 +93,7 @@ def _stop_token_ids(
 
 
 def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]:
-    """Return biases by token id. (JSON keys are strings, so ids come as strings.)"""
+    """Return biases by token id. In `given` the ids are strings, as all keys are in JSON."""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
     for key in given:
         # A number that is too long for a token id may be too long to be read as a number.
@@ -106,8 +107,8 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]
 
 
 def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word, as at the beginning of a text; and as behind a space, if these are
-    equally many."""
+    """Return the token ids of each word: as at the beginning of a text, and also as behind a space if the
+    word has as many tokens there but another first token."""
     forms: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         path = f"bad_words[{index}]"

@@ -1,7 +1,7 @@
 """The endpoints `/tokenize` and `/detokenize`, in vLLM's formats: the token ids of a prompt, and back.
 
-Owns: the bodies and answers. Does not know: HTTP. Its functions have no state, so they may run in another
-process.
+Owns: the bodies and answers. Does not know: HTTP. The functions here have no state, so they may run in
+another process.
 """
 
 from enum import Enum
@@ -69,13 +69,17 @@ def answer_about_tokens(
 
 
 def _is_brief(request: TokenizeRequest) -> bool:
-    """Return whether the answer to a short body takes little time to make. (Strings of tokens take much.)"""
+    """Return whether the answer to a short body takes little time to make. The strings of tokens take too
+    long."""
     num_messages, variables = len(request.messages or ()), request.chat_template_kwargs
     return not request.return_token_strs and is_brief_conversation(num_messages, variables)
 
 
 def check_num_ids(body: ReceivedBody, model: ServedModel) -> None:
-    """Refuse more ids than a prompt may have, before the body is parsed further. Raises RequestError."""
+    """Check, before the body is parsed, that it has no more ids than a prompt may have. Raises RequestError.
+
+    This counts commas, and lets a few ids too many pass.
+    """
     num_ids = body.count(b",") + 1
     if num_ids > model.context_len + MAX_FIELDS:
         raise _too_many(f"about {num_ids}", model)

@@ -1,9 +1,9 @@
 """The order in which short bodies are read in the event loop: tenants take turns.
 
-Reading a body takes milliseconds, and the bodies of many connections can arrive at once. A few are read in
-each turn of the event loop, so that streams and other tenants wait for these alone.
+Reading a body takes milliseconds, and the bodies of many connections can arrive at once. Only a few bodies
+are read in each turn of the event loop, so that streams and other tenants do not wait for all of them.
 
-Owns: that order. Does not know: how a body is read.
+Owns: this order. Does not know: how a body is read.
 """
 
 import asyncio
@@ -24,11 +24,12 @@ class ReadingOrder:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
-        """Bodies by tenant, the tenant whose turn is next first."""
+        """Waiting bodies by tenant. The turns of tenants come in this order."""
         self._is_due = False
 
     async def turn(self, tenant: str, num_bytes: int) -> None:
-        """Wait until a body of this size may be read, which the caller does before it waits for anything."""
+        """Wait until a body of this size may be read. The caller must read it before waiting for anything
+        else."""
         waiting = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(waiting)
         self._schedule()

@@ -1,7 +1,7 @@
 """Validation: from a request's bytes to token ids, block keys and sampling parameters.
 
-Owns: parsing, defaults, and checks against the model's limits. Does not know: HTTP, sockets, the cluster. Its
-functions have no state, so they may run in another process.
+Owns: parsing, defaults, and checks against the model's limits. Does not know: HTTP, sockets, the cluster. The
+functions here have no state, so they may run in another process.
 """
 
 import secrets
@@ -93,7 +93,7 @@ class Job(msgspec.Struct, frozen=True):
     num_choices_per_prompt: int
     sampling: list[SamplingParams]
     max_tokens_field: str | None
-    """The field by which the client chose `max_tokens`; None for the default."""
+    """The field by which the client chose `max_tokens`; None if it is the default."""
     stops: tuple[str, ...]
     stream: bool
     usage_shown: UsageShown
@@ -102,16 +102,17 @@ class Job(msgspec.Struct, frozen=True):
     root_key: bytes
     is_salted: bool
     tools: ToolUse | None = None
-    """The tools that the answer may call; None without any."""
+    """The tools that the answer may call; None if it may call no tools."""
     grammar: WantedGrammar | None = None
-    """The grammar that the answer must follow, not compiled yet; None without any."""
+    """The grammar that the answer must follow, not compiled yet; None if the answer may be any text."""
     priority: int = 0
     slo_class: str = ""
     tenant: str = ""
     claim: QuotaClaim | None = None
-    """The claim on the limits of the job's API key; None if the key has no such limits."""
+    """The answer's claim on the tenant's quota; None if the tenant has no quota."""
     num_shared: Sequence[int] = ()
-    """The number of tokens that each prompt has from the context cache; empty without a cache."""
+    """For each prompt, the number of its leading tokens that are also the context cache's; empty without a
+    cache."""
     cache_use: CacheUse | None = None
     """The counter of the context cache's savings; None without a cache."""
 
@@ -153,7 +154,7 @@ def read_job(
     key: ApiKey | None = None,
     cache: Beginning | None = None,
 ) -> Job:
-    """Return the job in a body, read in one call: `read_request`, then `job_of`. Raises RequestError."""
+    """Return the job in a body, by `read_request` and then `job_of`. Raises RequestError."""
     return job_of(read_request(endpoint, body, model, served_model_name), model, max_choices, key, cache)
 
 
@@ -180,8 +181,8 @@ def read_request(
 
 
 def is_brief(request: GenerationRequest) -> bool:
-    """Return whether the prompts of a short body are short: neither a context cache nor the chat template
-    adds much to them."""
+    """Return whether the prompts of a request with a short body are short: neither a context cache nor the
+    chat template adds much to them."""
     if request.context_cache is not None:
         return False
     return not isinstance(request, ChatCompletionRequest) or is_brief_conversation(
@@ -204,10 +205,10 @@ def job_of(
         request: The request.
         model: The model.
         max_choices: The most choices of a request.
-        key: The client's API key. KVCache is shared among requests of one salt, which is the key's, and the
-            request's own if it has one.
-        cache: The content of the context cache that the request names. Without it, and if the request names
-            one, this raises CacheWantedError.
+        key: The client's API key. Requests share KVCache if they have the same salt, which is made of the
+            key's salt and the request's `cache_salt`, if there is one.
+        cache: The content of the context cache that the request names; None if it was not looked up. If the
+            request names a cache and this is None, CacheWantedError is raised.
     """
     with refusing_depth():
         return _job_of(request, model, max_choices, key, cache)
@@ -281,10 +282,10 @@ def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: i
 
 
 def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
-    """Return the job, with its output length cut to the KVCache of the instances if the client gave none.
+    """Return the job as the instances can hold it: cut its output length, if the client has not chosen it.
 
-    Raises RequestError if no pair of instances could ever hold one of the prompts, or the requested output.
-    Until there has been a pair, sizes are unknown, and the job is not changed.
+    Raises RequestError if no pair of instances could ever hold the longest prompt, with the output that the
+    client wants. Until there has been a pair, sizes are unknown, and the job is not changed.
     """
     if cluster.max_sequence_blocks == 0:
         return job
@@ -318,8 +319,8 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 def priority_of(wanted: int | None, key: ApiKey | None) -> int:
-    """Return the priority of a request: the wanted one, or the key's. Raises RequestError if the key does not
-    allow the wanted one."""
+    """Return the priority of a request: the wanted priority or, if that is None, the key's. Raises
+    RequestError if the key does not allow the wanted priority."""
     first = 0 if key is None else key.priority or 0
     if wanted is None:
         return first
