@@ -42,14 +42,14 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     """Return the routes of operators, below `/admin`.
 
         GET /instances                                        list the instances
-        POST /instances/NAME/drain                            drain one; with ?stay=true it does not end
-        POST /instances/NAME/serve                            take an order to drain or to switch back
+        POST /instances/NAME/drain                            drain one, which then ends unless ?stay=true
+        POST /instances/NAME/serve                            withdraw an order to drain or to switch roles
         POST /instances/NAME/role?role=ROLE                   change its role
         POST /instances/NAME/heads?to=HELPER&num=N            move N KV heads to a helper; 0: all modules back
         POST /instances/NAME/layers?to=HELPER&layers=10:20    move layers to a helper
         POST /requests/ID/migrate?to=NAME                     move a running request
 
-    `drain` and `role` are refused if no instance would be left for a stage, unless `?force=true`.
+    `drain` and `role` are refused if no instance would be left for prefill or decode, unless `?force=true`.
     """
     router = APIRouter(
         prefix=ADMIN, dependencies=[Depends(access.check_acting), Depends(_check_names_of_parameters)]
@@ -141,7 +141,7 @@ def _json(content: object) -> Response:
 
 
 def create_admin_app(front: FrontState, access: AdminAccess) -> FastAPI:
-    """Return the application of `http.admin_listen`. `access`: the check of clients of its routes."""
+    """Return the application of `http.admin_listen`. `access`: the check of each client of its routes."""
     app = FastAPI(title="mooncake-serve, admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Boundary)
 

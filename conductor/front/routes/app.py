@@ -46,7 +46,7 @@ UNSERVED_ENDPOINTS = tuple(
         *("threads", "uploads", "vector_stores", "videos"),
     )
 )
-"""Endpoints of OpenAI and vLLM that are not served: answered with 404, as clients would retry after a 501."""
+"""Endpoints of OpenAI and vLLM that are not served. The answer is 404, as clients would retry after a 501."""
 
 # The metrics are our own; to ask for each request whether anybody wants FastAPI's costs more than they do.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
@@ -60,7 +60,7 @@ class _DirectRoutes:
 
     FastAPI's search for a route takes about 6% of the processor time of a request with an answer of 64
     events. The limit of 1.25 times the time of a bare application leaves no room for that. The application
-    has these paths as routes as well, so that they are described.
+    has these paths as routes as well, so that `/openapi.json` describes them.
     """
 
     def __init__(self, app: ASGIApp, answers: Mapping[str, Handler]) -> None:
@@ -83,8 +83,8 @@ class _DirectRoutes:
 def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
     """Make the HTTP API of `front`, whose link the caller runs. Raises ConfigError for unusable API keys.
 
-    `access`: the check of clients of the admin routes, which are served here unless they have a listener of
-    their own.
+    `access`: the check of each client of the admin routes. These routes are served here unless they have a
+    listener of their own.
     """
     app = FastAPI(
         title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
@@ -173,8 +173,9 @@ def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
 def _add_middleware(app: FastAPI, front: FrontState, answers: Mapping[str, Handler]) -> None:
     """Add the middleware. The middleware added last sees a request first.
 
-    A request passes: CORS, as browsers ask for permission without a key and should be able to read errors;
-    the span; errors (`Boundary`); the API key; the paths that need no router.
+    A request passes, in this order: CORS, which comes first because browsers ask for permission without a key
+    and should be able to read errors; the span (`TracedRequests`); the answers to errors (`Boundary`); the
+    check of the API key (`AccessControl`); the paths that need no router (`_DirectRoutes`).
     """
     app.add_middleware(_DirectRoutes, answers=answers)
     if (keys_file := front.config.api_keys_file) is not None:

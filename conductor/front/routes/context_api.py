@@ -95,7 +95,8 @@ def context_caches(front: FrontState) -> APIRouter:
 
 
 async def _compute_for_client(front: FrontState, job: Job, request: Request) -> None:
-    """Run a job while its client is connected. Raises RequestError, ClientDisconnect."""
+    """Run a job while its client is connected. Raises RequestError, or ClientDisconnect if the client hangs
+    up."""
     computing = asyncio.create_task(_compute(front, job))
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
     stream.on_disconnect(computing.cancel)
@@ -109,7 +110,7 @@ async def _compute_for_client(front: FrontState, job: Job, request: Request) -> 
 
 
 async def _compute(front: FrontState, job: Job) -> None:
-    """Run a job whose answer is dropped, so that its blocks are in a pool. Raises RequestError."""
+    """Run a job to have its blocks in a pool; its answer is dropped. Raises RequestError."""
     generation = front.generation(job, _now())
     inbox = Inbox[Event]()
     async with aclosing(generation):

@@ -1,6 +1,7 @@
 """The pages for browsers: `/`, and the API's description at `/docs`.
 
-At `/` other programs get JSON. Nothing is loaded from other hosts: Swagger UI comes with a package.
+At `/`, programs other than browsers get JSON. Nothing is loaded from other hosts, as Swagger UI comes with a
+package.
 
 Owns: these pages. Does not know: what the routes do, which key they need.
 """
@@ -30,7 +31,7 @@ _MEDIA_TYPES = {
     "swagger-ui-bundle.js": "text/javascript",
     "swagger-ui.css": "text/css",
 }
-"""The files of Swagger UI, with their media types. They are kept in memory, so that a client that reads
+"""The files of Swagger UI, with their media types. The files are kept in memory, so that a client that reads
 nothing holds no file open."""
 _HEADERS = {
     # Swagger UI is begun by a script within its page, and has styles and pictures of its own.

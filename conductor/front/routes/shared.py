@@ -56,9 +56,10 @@ class FrontState:
         display: Display | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
-        """Open the link, and fork the processes of `reading`. Raises ConfigError for an unusable endpoint.
+        """Open the link, and fork the first process of `reading`.
 
-        `caches` is None for a front that makes none.
+        `caches` is None for a front that makes no context caches. Raises ConfigError for an endpoint or a
+        trace file that cannot be used.
         """
         self.config, self.model = config, model
         self.registry, self.display, self.tracer = registry, display, tracer
@@ -107,8 +108,8 @@ class FrontState:
         return cluster
 
     def ready_cluster(self) -> ClusterState:
-        """Return the cluster's state, if the cluster can serve. Else this raises UnavailableError, which
-        names the stages without instances."""
+        """Return the cluster's state. Raises UnavailableError if the cluster cannot serve, as instances for
+        prefill or for decode are missing."""
         cluster = self.cluster()
         missing = [
             f"all {role.value} instances are draining"
@@ -124,14 +125,15 @@ class FrontState:
     async def read_body(self, request: Request) -> ReceivedBody:
         """Return the body of a request.
 
-        Raises RequestError if it is too large, ClientDisconnect if the client hangs up.
+        Raises RequestError if the body is too large, ClientDisconnect if the client hangs up.
         """
         return await read_body(request, self.config.max_request_bytes)
 
     async def read_job(self, endpoint: ApiEndpoint, body: ReceivedBody, key: ApiKey | None) -> Job:
-        """Return the valid job in `body`, for a cluster that could hold it. Raises RequestError.
+        """Return the valid job in `body`, which the instances of the cluster could hold. Raises RequestError.
 
-        The Conductor decides whether there are instances to serve it, as a lost one may come back.
+        Whether there are instances for the job now is decided by the Conductor later, as a lost instance may
+        come back.
         """
         now_s = asyncio.get_running_loop().time()
         found: list[ContextCache] = []
@@ -151,7 +153,7 @@ class FrontState:
         Args:
             job: The job.
             arrived_s: The event loop's time at which the job's HTTP request arrived.
-            span: The span of the HTTP request; None if it is not traced.
+            span: The span of the HTTP request; None if the HTTP request has none.
         """
         return Generation(
             job, self.model, self.link, self.metrics, self.request_log, self.recorder, arrived_s, span
