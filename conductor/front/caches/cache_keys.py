@@ -1,7 +1,7 @@
 """Context caches in etcd, where the next leader finds them.
 
 A cache has two keys in etcd: one for its content, the other for its end, the time at which it expires. The
-content has up to some 1.5 MB and never changes; clients may change the end often. The two keys are separate
+content has up to some 1.5 MiB and never changes; clients may change the end often. The two keys are separate
 because etcd keeps former values of keys. When a cache has expired, its keys are removed.
 
 Owns: these keys and their values; which caches may have another end in etcd than clients were told. Does not
