@@ -19,9 +19,9 @@ from pathlib import Path
 
 import yaml
 
-from mooncake.cli.command_line import WRONG_USE, Parser, exit_code
+from mooncake.cli.command_line import FAILED, WRONG_USE, Parser, exit_code
 from mooncake.cli.preflight import check_node
-from mooncake.cli.profiling import profile
+from mooncake.cli.profiling import ProfileError, profile
 from mooncake.config.flags import add_flags, given_flags
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError, MooncakeError
@@ -45,8 +45,9 @@ EXAMPLES = """examples:
 Each flag is also a key in the YAML file and an environment variable: --http-port, http.port,
 MOONCAKE_HTTP_PORT. docs/configuration.md has all of them.
 
-Exit codes: 0, also after Ctrl-C; 1 if a process cannot serve, or an order is refused; 2 if the
-configuration is wrong; 130 after Ctrl-C before anything runs, or while waiting for an instance.
+Exit codes: 0, also after Ctrl-C; 1 if a process cannot serve, an order is refused, or costs cannot
+be measured; 2 if the configuration is wrong; 130 after Ctrl-C before anything runs, or while waiting
+for an instance.
 """
 
 
@@ -71,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
         raise
     except MooncakeError as error:
         print(f"error: {error}", file=sys.stderr)
-        return WRONG_USE
+        return FAILED if isinstance(error, ProfileError) else WRONG_USE
 
 
 def _operate(options: argparse.Namespace) -> int:

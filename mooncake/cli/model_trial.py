@@ -37,7 +37,8 @@ def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: in
     with limits.
 
     `tokenizer` is a tokenizer.json; a missing or damaged file is ignored here. Raises ModelError if the
-    programs take more than `max_cpu_s` seconds of processor time, or too much memory.
+    programs take more than `max_cpu_s` seconds of processor time, or too much memory, or if they cannot be
+    tried.
     """
     if not templates and tokenizer is None:
         return
@@ -52,6 +53,8 @@ def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: in
             process.kill()
             begun, _ = process.communicate()
     if process.returncode != 0:
+        if not begun:
+            raise ModelError(f"the process that tries its programs ended with {process.returncode} at once")
         error = begun.decode().splitlines()[-1]
         raise ModelError(error.format(f"{max_cpu_s} s of computing, or {_MAX_BYTES >> 30} GiB of memory,"))
 

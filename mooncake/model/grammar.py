@@ -170,8 +170,8 @@ class Grammars:
 
         Raises GrammarError that names the fault.
         """
-        if len(text) > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"it has {len(text)} bytes, and at most {MAX_GRAMMAR_BYTES} are allowed")
+        if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"it has {num_bytes} bytes, and at most {MAX_GRAMMAR_BYTES} are allowed")
         if self._vocabulary is None:
             self._vocabulary = self._load()
         matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, text, log_level=0, limits=_LIMITS)

@@ -115,6 +115,9 @@ def _of_parts(config: Config, parts: list[Part]) -> Iterator[ListenAddress]:
         for name in ("vllm_events", "vllm_replay"):
             endpoint = getattr(kvcache, name)
             yield from (_higher(place, index) for place in _of_endpoint(f"kvcache.{name}", endpoint or ""))
+        if config.worker.modules_listen is not None:
+            listen = host_and_port(config.worker.modules_listen)
+            yield _higher(ListenAddress("worker.modules_listen", *listen), index)
         if config.worker.metrics_listen is not None and part.leads:
             listen = host_and_port(config.worker.metrics_listen)
             yield _higher(ListenAddress("worker.metrics_listen", *listen), index)

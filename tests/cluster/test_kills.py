@@ -100,6 +100,8 @@ def test_requests_end_once_and_as_ever_while_workers_are_killed_every_few_second
         num_answers = [client.result() for client in clients]
     assert all(num_answers)
     num_finished = len(expected) + sum(num_answers)
-    eventually(lambda: num_ended(server)["finished"] == num_finished, f"{num_finished} requests have finished")
+    eventually(
+        lambda: num_ended(server)["finished"] == num_finished, f"{num_finished} requests have finished"
+    )
     assert num_ended(server)["failed"] == 0
     eventually(lambda: is_ready(server), "all instances are back", deadline_s=ANSWER_DEADLINE_S)

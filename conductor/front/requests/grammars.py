@@ -57,9 +57,9 @@ def wanted_grammar(
     if not alternatives:
         return None
     text = "\n".join([f"start: {' | '.join(alternatives)}", *rules]) + "\n"
-    if len(text) > MAX_GRAMMAR_BYTES:
+    if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
         raise RequestError(
-            f"{field}: the schemas make a grammar of {len(text)} bytes,"
+            f"{field}: the schemas make a grammar of {num_bytes} bytes,"
             f" and at most {MAX_GRAMMAR_BYTES} are allowed",
             param=field,
             code="invalid_schema",

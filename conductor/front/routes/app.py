@@ -166,7 +166,9 @@ def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
         app.include_router(monitoring(front.registry, front.display, front.link, access))
     add_pages(app, front.config.served_model_name)
     answer_errors(app, UNSERVED_ENDPOINTS)
-    describe(app, needs_key=front.config.api_keys_file is not None)
+    clients_need_key = front.config.api_keys_file is not None
+    admins_need_key = clients_need_key or front.config.admin_keys_file is not None
+    describe(app, clients_need_key=clients_need_key, admins_need_key=admins_need_key)
     return app
 
 

@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from conductor.front.access.access import OPEN_PATHS
+from conductor.front.access.admin_access import ADMIN_PREFIXES
 
 _REFERENCE = "#/components/schemas/{model}"
 _METHODS = frozenset({"get", "post", "delete"})
@@ -44,7 +45,7 @@ def described(body: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def describe(app: FastAPI, *, needs_key: bool) -> None:
+def describe(app: FastAPI, *, clients_need_key: bool, admins_need_key: bool) -> None:
     """Add the description of all routes to the application. To be called after the last route was added."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Any] = {"Error": _ERROR}
@@ -59,10 +60,11 @@ def describe(app: FastAPI, *, needs_key: bool) -> None:
                 body = operation["requestBody"]["content"]["application/json"]["schema"]
                 schemas |= body.pop("$defs", {})
             operation["responses"] = _responses(path)
-            if needs_key and path not in OPEN_PATHS:
+            of_admins = path.startswith(ADMIN_PREFIXES)
+            if admins_need_key if of_admins else clients_need_key and path not in OPEN_PATHS:
                 operation["security"] = [{"key": []}]
     document["components"] = {"schemas": schemas}
-    if needs_key:
+    if clients_need_key or admins_need_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     app.openapi = lambda: document  # type: ignore[method-assign]
 

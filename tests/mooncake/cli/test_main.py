@@ -1,10 +1,12 @@
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
-from mooncake.cli import commands
+from mooncake.cli import commands, profiling
 from mooncake.cli import main as cli
+from mooncake.cli.profiling import ProfileError
 
 
 def test_ctrl_c_while_it_is_being_imported_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +35,17 @@ def test_wrong_use_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> N
         assert commands.run(arguments) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")
+
+
+def test_a_measurement_that_fails_is_no_wrong_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def fail(_: object) -> None:
+        raise ProfileError("the device is gone")
+
+    monkeypatch.setattr(profiling, "measure", fail)
+    assert commands.run(["profile", str(tmp_path / "costs.json")]) == 1
+    assert capsys.readouterr().err == "error: the device is gone\n"
 
 
 def test_help_names_sections_and_defaults_as_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -127,6 +128,12 @@ def test_a_chat_template_without_end_is_refused() -> None:
     template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ModelError, match="its chat template takes more than 1 s"):
         try_programs([template], tokenizer=None, max_cpu_s=1)
+
+
+def test_programs_that_cannot_be_tried_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ModelError, match="the process that tries its programs ended with 1 at once"):
+        try_programs(["Hello"], tokenizer=None)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_each_part_of_a_node_takes_a_port_more() -> None:
         "kvcache__listen": "0.0.0.0:7100",
         "kvcache__vllm_events": "tcp://*:5557",
         "worker__metrics_listen": "0.0.0.0:9100",
+        "worker__modules_listen": "0.0.0.0:7300",
         "http__admin_listen": "127.0.0.1:8001",
     }
     firsts = {
@@ -61,6 +62,7 @@ def test_each_part_of_a_node_takes_a_port_more() -> None:
         "kvcache.listen": 7100,
         "kvcache.vllm_events": 5557,
         "worker.metrics_listen": 9100,
+        "worker.modules_listen": 7300,
     }
     of_parts = {(key, first + index) for key, first in firsts.items() for index in range(3)}
     assert ports(**flags) == of_parts | {("http.port", 8000), ("http.admin_listen", 8001)}

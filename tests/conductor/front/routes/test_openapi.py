@@ -37,3 +37,13 @@ def test_what_needs_a_key_says_so(tmp_path: Path) -> None:
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert document["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
     assert "security" not in document["paths"]["/ready"]["get"]
+
+
+def test_admin_routes_that_alone_need_a_key_say_so(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    add_api_key(keys, "operator", {})
+    with running_front(tmp_path, byte_model(), admin_keys_file=keys) as front:
+        document = httpx.get(f"{front.url}/openapi.json", timeout=DEADLINE_S).json()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert document["paths"]["/admin/instances"]["get"]["security"] == [{"key": []}]
+    assert "security" not in document["paths"]["/v1/models"]["get"]
