@@ -47,7 +47,7 @@ GIB = 1 << 30
 BLOCK_TOKENS, PREFILL_CHUNK, SATURATING_TOKENS, MAX_BATCH = 32, 512, 128, 32
 COPY_BYTES_PER_S = 5e9
 """Bytes that a core copies in a second within its memory, to the device's pages or to another process."""
-_PATIENT_S = 600.0
+PATIENT_S = 600.0
 """A TTFT SLO so long that nothing is rejected."""
 REPLAY = "replay"
 TOKEN_IDS = (1000, 30_000)
@@ -111,13 +111,11 @@ def measure(of: Replay, profile: Path, folder: Path) -> None:
         "--ttft-slo": of.ttft_slo_s,
         "--tbt-slo": of.tbt_slo_s,
     }
-    _run_loads(
-        {name: loop.flags() for name, loop in LOOPS.items()}, _PATIENT_S, of.tbt_slo_s, profile, folder
-    )
-    _run_loads({REPLAY: replayed}, of.ttft_slo_s, of.tbt_slo_s, profile, folder)
+    run_loads({name: loop.flags() for name, loop in LOOPS.items()}, PATIENT_S, of.tbt_slo_s, profile, folder)
+    run_loads({REPLAY: replayed}, of.ttft_slo_s, of.tbt_slo_s, profile, folder)
 
 
-def _run_loads(
+def run_loads(
     loads: Mapping[str, dict[str, object]],
     ttft_slo_s: float,
     tbt_slo_s: float,

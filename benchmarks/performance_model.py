@@ -1,0 +1,124 @@
+"""BanaServe's performance model (section 4.3) against the real server on this machine: 1P1D, one core each.
+
+    python -m benchmarks.performance_model FOLDER
+
+A worker's profile and the closed loops of `benchmarks.tools.simulator.calibration` give the model's costs.
+Other closed loops, of other sizes and numbers of requests, are measured and predicted. What FOLDER has is not
+measured again. The command ends with 1 if a figure differs by more than 15%.
+
+    TTFT, TPOT    means of all requests between the first and the last answer's quarter
+    tokens/s      output tokens
+    KV tokens     the mean number of tokens of KVCache at the decode instance (K_acc, equation 25)
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.tools.load.outcomes import Kind, Outcome
+from benchmarks.tools.simulator.against_real import (
+    MAX_BATCH,
+    MODEL,
+    PATIENT_S,
+    Row,
+    measure_profile,
+    outcomes,
+    run_loads,
+)
+from benchmarks.tools.simulator.calibration import LOOPS, Calibration, Loop, calibrated
+from conductor.performance.model import DecodeCapacity, Pairs, Sizes
+from mooncake.config.profile import load_profile
+from mooncake.messages.costs import Costs
+
+WITHIN = 0.15
+_NO_LIMIT = 1e9
+_PATIENT_TBT_S = 10.0
+PREDICTED = {
+    "2 requests of 256 and 96": Loop(256, 96, concurrency=2, num_requests=24, seed=201),
+    "6 requests of 768 and 64": Loop(768, 64, concurrency=6, num_requests=36, seed=202),
+    "12 requests of 200 and 128": Loop(200, 128, concurrency=12, num_requests=60, seed=203),
+    "24 requests of 96 and 96": Loop(96, 96, concurrency=24, num_requests=120, seed=204),
+}
+"""The closed loops that are predicted: none of the sizes of the calibration."""
+
+
+def pairs(machine: Calibration, loop: Loop) -> Pairs:
+    """Return the model of one prefill and one decode instance, both of which compute all the time.
+
+    The time that a request adds when it joins a batch is divided among the iterations of its answer.
+    """
+    of_prefill, of_decode = machine.slowdowns
+    prefill, decode = machine.profiled
+    prefill = Costs(*(machine.prefill_factor * of_prefill * cost for cost in prefill))
+    decode = Costs(*(machine.decode_factor * of_decode * cost for cost in decode))
+    join_s = machine.join_costs.seconds(loop.num_input_tokens) / (loop.num_output_tokens - 1)
+    capacity = DecodeCapacity(decode._replace(first_s=decode.first_s + join_s), MAX_BATCH, _NO_LIMIT)
+    return Pairs(1, 1, prefill, capacity, MODEL.num_layers, first_token_s=machine.first_token_s)
+
+
+def compare(name: str, loop: Loop, machine: Calibration, found: Sequence[Outcome]) -> list[Row]:
+    """Return the figures of a loop, measured and predicted."""
+    ends_s = sorted(outcome.scheduled_s + outcome.answered_s for outcome in found)
+    began_s, ended_s = ends_s[len(ends_s) // 4], ends_s[-(len(ends_s) // 4)]
+    steady = [o for o in found if began_s <= o.scheduled_s + o.answered_s < ended_s]
+    rate_per_s = len(steady) / (ended_s - began_s)
+    ttft_s = fmean(outcome.ttft_s for outcome in steady if outcome.ttft_s is not None)
+    decode_s = fmean(outcome.answered_s for outcome in steady) - ttft_s
+    sizes = Sizes(loop.num_input_tokens, loop.num_output_tokens)
+    predicted = pairs(machine, loop).performance(sizes, loop.concurrency)
+    measured = {
+        "TTFT, s": (ttft_s, predicted.ttft_s),
+        "TPOT, s": (decode_s / (loop.num_output_tokens - 1), predicted.tpot_s),
+        "tokens/s": (rate_per_s * loop.num_output_tokens, predicted.output_tokens_per_s),
+        "KV tokens": (rate_per_s * decode_s * sizes.mean_kv_tokens, predicted.num_kv_tokens),
+    }
+    return [Row(f"{name}: {figure}", real, model, WITHIN) for figure, (real, model) in measured.items()]
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print a table of the figures."""
+    table = Table("", title="BanaServe's performance model on this machine")
+    for name in ("measured", "model", "difference"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        style = None if row.agrees else "red"
+        table.add_row(
+            row.name, f"{row.real:,.4g}", f"{row.simulated:,.4g}", f"{row.difference:+.1%}", style=style
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    """Measure what the folder lacks, and compare."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.performance_model",
+        description="BanaServe's performance model beside the real server.",
+    )
+    parser.add_argument("folder", type=Path, help="profile and measured loops")
+    folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = folder / "profile.json"
+    if not profile.exists():
+        measure_profile(profile)
+    loads = {name: loop.flags() for name, loop in (LOOPS | PREDICTED).items()}
+    run_loads(loads, PATIENT_S, _PATIENT_TBT_S, profile, folder)
+    machine = calibrated(load_profile(profile).costs, {name: outcomes(folder / name) for name in LOOPS})
+    print(machine)
+    rows = [
+        row
+        for name, loop in PREDICTED.items()
+        for row in compare(
+            name, loop, machine, [o for o in outcomes(folder / name) if o.kind is Kind.FINISHED]
+        )
+    ]
+    print_rows(rows)
+    sys.exit(0 if all(row.agrees for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
