@@ -59,7 +59,7 @@ class BatchLoop:
                 await self._changed.wait()
                 self._changed.clear()
                 with self._meter.host_time():
-                    outputs = self._held_tokens.take_released() + self._receive()
+                    outputs = self._receive()
                     self._recheck()
                     self._plan()
                     if outputs:
@@ -88,9 +88,12 @@ class BatchLoop:
         self._changed.set()
 
     def _receive(self) -> list[tuple[str, TokenOutput]]:
-        """Return the tokens of iterations that have ended."""
-        outputs = []
-        for iteration in self._iterations.receive():
+        """Return the tokens of iterations that have ended, behind first tokens that are no longer held."""
+        ended = self._iterations.receive()
+        for iteration in (*ended, *self._iterations.in_flight):
+            self._held_tokens.begun(iteration.sequences)
+        outputs = self._held_tokens.take_released()
+        for iteration in ended:
             self._on_ended(iteration)
             if iteration.is_lost:
                 continue

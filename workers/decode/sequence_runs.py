@@ -160,7 +160,6 @@ class SequenceRuns:
         awaits_prefill = sequence.is_inlined and not sequence.has_drawn
         await self._blocks.load(sequence)
         self._batch.join(sequence)
-        self._held_tokens.release(sequence)
         if sequence.joined_s is None:
             sequence.joined_s = self._now_s()
             self.note_joining(sequence)

@@ -439,7 +439,7 @@ async def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
 BOTH_SLOS = Sizes(ttft_slo_s=3600.0, tbt_slo_s=3600.0)
 
 
-async def test_with_both_slos_the_first_token_leaves_when_its_sequence_joins_the_batch(
+async def test_with_both_slos_the_first_token_leaves_when_the_second_one_is_computed(
     start_cluster: StartCluster, reference: Reference
 ) -> None:
     gate, prompts = Gate(load=1), [prompt_of(1, 20), prompt_of(2, 30)]
@@ -451,6 +451,27 @@ async def test_with_both_slos_the_first_token_leaves_when_its_sequence_joins_the
         assert first.tokens == []
         gate.open()
         assert await tokens_of(first) == reference(prompts[0], 12)
+        await cluster.assert_nothing_is_held()
+
+
+async def test_with_both_slos_the_first_token_waits_for_the_iteration_that_runs(
+    start_cluster: StartCluster, reference: Reference
+) -> None:
+    prompts = [prompt_of(1, 20), prompt_of(2, 20), prompt_of(3, 20)]
+    async with start_cluster(BOTH_SLOS) as cluster:
+        decode = decode_of(cluster)
+        running = cluster.submit("running", prompts[0], greedy(100))
+        await more_tokens(running)
+        brake = Brake(decode.executor)
+        with brake.on():
+            await brake.holds()
+            joined = cluster.submit("joined", prompts[1], greedy(12))
+            await until(lambda: decode.decode.num_running == 2)
+            only_one = cluster.submit("only one", prompts[2], greedy(1))
+            assert await tokens_of(only_one) == reference(prompts[2], 1), "it was sent behind the others"
+            assert joined.tokens == []
+        assert await tokens_of(joined) == reference(prompts[1], 12)
+        assert await tokens_of(running) == reference(prompts[0], 100)
         await cluster.assert_nothing_is_held()
 
 

@@ -235,6 +235,11 @@ class Iterations:
         return ended
 
     @property
+    def in_flight(self) -> list[Iteration]:
+        """The iterations that have begun and whose tokens are unknown. Valid after `receive`."""
+        return self._in_flight
+
+    @property
     def is_running(self) -> bool:
         """Whether an iteration has begun whose tokens are unknown. Valid after `receive`."""
         return bool(self._in_flight)

@@ -114,10 +114,12 @@ class DoubleCheck:
 
 
 class HeldTokens:
-    """The first tokens that are held until their sequences join the batch, as far as the TTFT SLO allows.
+    """The first tokens that are held until the iterations with the second ones begin, as far as the TTFT SLO
+    allows.
 
     The gap to the second token counts as TBT. If the first token leaves at once, that gap includes the rest
-    of the transfer, the load and the wait for a slot; if it is held, its TTFT includes them.
+    of the transfer, the load, the wait for a slot and the rest of the iteration that runs; if it is held, its
+    TTFT includes them.
     """
 
     def __init__(self, on_release: Callable[[], None]) -> None:
@@ -137,6 +139,11 @@ class HeldTokens:
             self._released[sequence] = self._held.pop(sequence)
             sequence.first_sent_s = asyncio.get_running_loop().time()
             self._on_release()
+
+    def begun(self, sequences: Iterable[Sequence]) -> None:
+        """Release the tokens of sequences whose next tokens are being computed."""
+        for sequence in sequences if self._held else ():
+            self.release(sequence)
 
     def take_released(self) -> list[tuple[str, TokenOutput]]:
         """Return the tokens to send, each with the endpoint of its request's front."""
