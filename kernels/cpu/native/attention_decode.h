@@ -47,6 +47,7 @@ INLINE void pack_keys(const Block<T, D>& block, const Block<T, D>& next, FewMemo
 template <class T, int D, int HEADS>
 ALONE void score_few(const T* query, FewMemory<T, D>& memory) {
     constexpr int WORDS = D / PER_WORD<T>;
+    static_assert(KEYS % (FEW_VECTORS * WIDTH) == 0, "else the last store is behind a row of scores");
     for (int k = 0; k < KEYS; k += FEW_VECTORS * WIDTH) {
         Floats c[HEADS][FEW_VECTORS];
         UNROLL for (int i = 0; i < HEADS; i++) {

@@ -1,14 +1,20 @@
 """The CPU's attention against attention written out plainly, on every instruction set."""
 
+import os
+import shutil
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from kernels.cpu import library as cpu_library
 from kernels.cpu.attention import HEAD_DIMS, AttentionShape, PagedAttention
 from kernels.cpu.library import Isa, Library
 from kernels.kv_copy import write_kv
+from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 
 # (new tokens, tokens in all) of each sequence: decode, prompts, later chunks, few rows, one token
@@ -203,3 +209,19 @@ class TestRefuses:
             self.plan()(query, kv_layer)
         with pytest.raises(ValueError, match="for lse"):
             self.plan()(torch.zeros(2, 4, 64), torch.zeros(self.shape), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(("isa", "num_keys"), [(Isa.AVX512, 32), (Isa.AVX2, 8)], ids=str)
+def test_blocks_of_keys_whose_scores_would_leave_their_row_do_not_compile(
+    isa: Isa, num_keys: int, tmp_path: Path
+) -> None:
+    sources = shutil.copytree(Path(cpu_library.__file__).parent / "native", tmp_path / "native")
+    blocks = sources / "attention_blocks.h"
+    text = blocks.read_text()
+    assert "KEYS = 64;" in text
+    blocks.write_text(text.replace("KEYS = 64;", f"KEYS = {num_keys};"))
+    flags = ("-std=c++17", "-fsyntax-only", "-x", "c++", *cpu_library._ARCHITECTURE[isa])
+    command = [os.environ.get("CXX") or "c++", *flags, str(sources / "attention_decode.h")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode != 0
+    assert "behind a row of scores" in done.stderr
