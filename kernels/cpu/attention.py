@@ -1,7 +1,7 @@
 """Causal grouped-query attention over a paged KVCache on the CPU (attention.h).
 
 Reference: `kernels.attention`, with the same semantics. Bytes moved: every page that a query sees is read
-where it lies, once for each tile of queries (a tile has TILES * COLUMNS pairs of query and head), and once in
+where it lies, once for every TILES tiles of queries (a tile has COLUMNS pairs of query and head), and once in
 decode; queries are read and results written once. Scores never leave the processor's caches.
 
 The result of a token does not depend on its batch, nor on how its sequence was cut into chunks, bit for bit.
@@ -26,7 +26,7 @@ _MOST_POSITIONS = 2**24
 
 
 class _Batch(ctypes.Structure):
-    """The C++ `struct Batch` of attention.h."""
+    """The C++ `struct Batch` of attention_blocks.h."""
 
     _fields_ = (
         ("pages", ctypes.c_void_p),
