@@ -1,12 +1,14 @@
 """Grants: pages of a reservation that other messengers may write to.
 
 This module is the receiving half of a transfer. Every remote write names grant, page and generation, and is
-refused before a byte is placed unless all three are current: a sealed page is never written. Layers that have
-arrived already are not written again; a repeated write of the same bytes is acknowledged. A writer over
-shared memory checks only that the grant is open. It is trusted with the rest, such as not writing a page that
-has been sealed while the grant is open for other pages. Its report of the write is checked like any write. A
-grant may have several writers, each with other layers, heads or blocks. The loss of any of them before the
-grant is complete fails the grant.
+refused unless all three are current. Layers that have arrived already are not written again; a repeated write
+of the same bytes is acknowledged. A grant may have several writers, each with other layers, heads or blocks.
+The loss of any of them before the grant is complete fails the grant.
+
+Where this process receives the bytes (over TCP, and over shared memory without a copy slot), a write is
+refused before a byte is placed, and a sealed page is never written. A writer that places the bytes itself
+(over shared memory, or over RDMA in the pages that are open to it) can do so until the grant ends; it is
+trusted not to write a page that has been sealed meanwhile. Its report of the write is checked like any write.
 
 A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of its parts
 have. Each part is verified by its own checksum; the layer's checksum is then computed from the page.
@@ -46,8 +48,10 @@ class _OpenGrant:
     grant_id: int
     reservation: PageReservation
     incomplete_pages: dict[int, int]
-    """The incomplete pages, each with a mask of the layers that are being received, or have arrived in
-    part."""
+    """The incomplete pages, each with a mask of its layers that have begun to arrive and are not complete.
+
+    Bit l is set while a write of all heads of layer l is received, or while `partial_layers` knows layer l.
+    """
     pages: list[int]
     """All granted pages."""
     partial_layers: PartialLayers
@@ -187,9 +191,9 @@ class Grants:
             if layer_checksums(view, len(view)) == entry.checksums:
                 return None
             raise self._other_is_there(grant, page, what)
-        is_begun = grant.incomplete_pages[page] & layer_mask(layers)
-        is_whole = is_begun and not grant.partial_layers.knows(page, layer)
-        if is_whole or not grant.partial_layers.begin(page, layer, positions):
+        has_begun = grant.incomplete_pages[page] & layer_mask(layers)
+        is_received_whole = has_begun and not grant.partial_layers.knows(page, layer)
+        if is_received_whole or not grant.partial_layers.begin(page, layer, positions):
             raise WriteRefused(f"{what} were written before")
         grant.incomplete_pages[page] |= layer_mask(layers)
         self._pool.hold(page)

@@ -174,7 +174,7 @@ class Send:
             self._heads, self._layer_bytes = heads, len(heads) * ours.head_bytes
 
     async def _stream(self, transfer: Transfer, frame_bytes: int) -> None:
-        while self._num_unplaced or not transfer.is_confirmed:
+        while self._num_unplaced or not transfer.is_acknowledged:
             transfer.check()
             self._changed.clear()
             ranges = self._take_ready(frame_bytes)

@@ -10,7 +10,7 @@ from mooncake.errors import TransferError
 
 
 class RdmaError(TransferError):
-    """A device, a queue pair or a peer has refused; `remedy` says which attempt may help."""
+    """An operation over RDMA has failed, here or at the peer. `remedy`: what may help."""
 
     def __init__(self, message: str, remedy: Remedy) -> None:
         super().__init__(message)

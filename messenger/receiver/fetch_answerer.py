@@ -109,8 +109,8 @@ class FetchAnswerer:
             answer.end_lease()
 
     def fetched(self, damaged: Sequence[int]) -> None:
-        """End the lease of the oldest answer, which the sender has read, and verify the blocks that it found
-        `damaged`.
+        """End the lease of the oldest answer, which the peer has read, and verify the blocks that the peer
+        found `damaged`.
 
         Raises TransferError if there is no such answer, or no such block.
         """

@@ -111,7 +111,7 @@ class IncomingLane:
         answering = asyncio.create_task(self._answerer.run())
         try:
             while True:
-                await self._frames.heard(self._hear)
+                await self._frames.dispatch(self._handle_frames)
                 if self._rest is not None:
                     rest, self._rest = self._rest, None
                     await rest
@@ -137,9 +137,12 @@ class IncomingLane:
             finally:  # also if it is cancelled again
                 self._answerer.close()
 
-    def _hear(self) -> bool:
-        """Handle received frames. Returns whether to wait: for the rest of a frame, or for other tasks'
-        turn."""
+    def _handle_frames(self) -> bool:
+        """Handle the received frames.
+
+        Returns True if the caller must act before more is handled: await `_rest`, or let other tasks have a
+        turn.
+        """
         while (frame := self._frames.ready()) is not None:
             self._rest = self._handle(frame)
             if self._rest is not None or (self._stream.is_turn_over and self._stream.num_ahead):

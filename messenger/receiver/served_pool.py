@@ -50,7 +50,8 @@ class WriteTarget(Protocol):
 
         (Bytes come again if their acknowledgement was lost with a connection.)
 
-        Raises WriteRefused before a byte is placed.
+        Raises WriteRefused. Unless the sender has placed the bytes itself (`Write.is_placed`, or over RDMA),
+        none has been placed then.
         """
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:

@@ -46,8 +46,8 @@ class AnswerHandler:
         refused = None if ack.refusal is None else f"{self._listener.name} refused a write: {ack.message}"
         if isinstance(request, ProbeRequest):
             request.done(None)
-        elif request.is_placed:
-            request.confirmed(refused)
+        elif request.is_copied:
+            request.acknowledged(refused)
         elif refused is None:
             self.moved(request, received=False)
             request.done(WriteOutcome.PLACED, "")

@@ -275,7 +275,7 @@ class Lane:
 
     async def _receive(self) -> NoReturn:
         while True:
-            await self._frames.heard(self._hear)
+            await self._frames.dispatch(self._handle_frames)
             if self._left is not None:
                 frame, self._left = self._left, None
                 assert isinstance(frame.message, Found)
@@ -284,9 +284,12 @@ class Lane:
             if self._stream.num_ahead:
                 await self._stream.take_turns()
 
-    def _hear(self) -> bool:
-        """Handle received frames. Returns whether to wait: for the rest of a frame, or for other tasks'
-        turn."""
+    def _handle_frames(self) -> bool:
+        """Handle the received frames.
+
+        Returns True if the caller must act before more is handled: await the payload of `_left`, or let other
+        tasks have a turn.
+        """
         while (frame := self._frames.ready()) is not None:
             if not self._take(frame):
                 self._left = frame

@@ -2,8 +2,8 @@
 
 A lane with capacity takes the next request. So requests spread over streams and addresses according to the
 speed of each, and the requests of a lost lane go to the other lanes. A transfer fails when no lane is left,
-when a request has lost several lanes in a row, when the receiver refuses a write, or when the receiver has
-given the grant up.
+when a request has lost several lanes in a row or one that cannot carry it (`Lane.refused`), when the receiver
+refuses a write, or when the receiver has given the grant up.
 
 Owns: the session with one messenger. Does not know: keys, leases (a request's memory must not change before
 its `done`).
@@ -140,7 +140,7 @@ class OutgoingSession:
         self._transfers.pop(transfer_id, None)
         for lane in self._lanes:
             lane.forget(transfer_id)
-        if self._lanes and (transfer.is_known or reason is not None):
+        if self._lanes and (transfer.is_announced or reason is not None):
             # Opened only to be closed, if the peer does not know it: the grant is to fail, for this reason.
             self._announce_one(transfer)
             self._send_close(Close(transfer_id, None if reason is None else brief(reason)))
@@ -163,8 +163,8 @@ class OutgoingSession:
             self._announce_one(transfer)
 
     def _announce_one(self, transfer: Transfer) -> None:
-        if self._lanes and not transfer.is_known:
-            transfer.is_known = True
+        if self._lanes and not transfer.is_announced:
+            transfer.is_announced = True
             self._lanes[0].post(transfer.opening)
 
     async def fetch(
@@ -373,7 +373,7 @@ class OutgoingSession:
                 return False
             transfer = self._transfers.get(request.write.transfer_id)
             if transfer is not None:
-                transfer.is_known = True
+                transfer.is_announced = True
         return True
 
     def should_yield(self) -> bool:

@@ -15,8 +15,8 @@ class WriteOutcome(Enum):
     """The result of a write."""
 
     PLACED = auto()
-    """The bytes are verified and in their page, and acknowledged by the receiver unless the request
-    `is_placed`."""
+    """The bytes are verified and in their page. The receiver has acknowledged them, unless this side has
+    copied them (`WriteRequest.is_copied`)."""
     CORRUPT = auto()
     """The write was refused, because the bytes did not match their checksums."""
     FAILED = auto()
@@ -47,13 +47,13 @@ class WriteRequest:
     done: Callable[[WriteOutcome, str], None]
     is_wanted: Callable[[], bool]
     """A function that returns whether the request still needs to be sent."""
-    confirmed: Callable[[str | None], None]
-    """A callback, called once for a write that was done before the receiver was told of it: with None after
-    the acknowledgement, or with the reason of a failure."""
+    acknowledged: Callable[[str | None], None]
+    """A callback, called once for a write that this side has copied, after `done`: with None when the
+    receiver has acknowledged the write, or with the reason of a failure."""
     num_lanes_lost: int = 0
     """Lanes in a row that were lost with this request in flight."""
-    is_placed: bool = False
-    """Whether the bytes are in their pages, and only the receiver has yet to be told."""
+    is_copied: bool = False
+    """Whether this side has copied the bytes into their pages; the receiver has yet to acknowledge them."""
 
     @property
     def layer_bytes(self) -> int:
@@ -62,11 +62,11 @@ class WriteRequest:
     @property
     def moving_bytes(self) -> int:
         """The bytes of the request that the lane still has to move, for which other requests wait."""
-        return 0 if self.is_placed else self.num_bytes
+        return 0 if self.is_copied else self.num_bytes
 
     def fail(self, reason: str) -> None:
-        if self.is_placed:
-            self.confirmed(reason)
+        if self.is_copied:
+            self.acknowledged(reason)
         else:
             done, self.done = self.done, done_already
             done(WriteOutcome.FAILED, reason)

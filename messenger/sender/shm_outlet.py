@@ -38,7 +38,7 @@ class ShmOutlet(Outlet):
         self.copies = pages is not None or catalogue is not None
 
     def begin(self, request: LaneRequest, *, is_next: bool) -> Sequence[bytes | memoryview]:
-        if isinstance(request, WriteRequest) and self.pages is not None and not request.is_placed:
+        if isinstance(request, WriteRequest) and self.pages is not None and not request.is_copied:
             tells = is_next and request.urgency is Urgency.LATENCY and not self._lane.send_queue.is_stopped
             return self._place(request, self.pages, tells=tells)
         if isinstance(request, FetchRequest) and self._catalogue is not None:
@@ -65,7 +65,7 @@ class ShmOutlet(Outlet):
         frame = kept + encode_frame(placed)
         num_sent = pages.place(placed, request.layer_bytes, self._lane.stream.fileno, frame if tells else b"")
         if num_sent is not None:
-            request.write, request.is_placed = placed, True
+            request.write, request.is_copied = placed, True
         self._lane.outstanding.begin(request)
         self._lane.outstanding.sent(request)
         if num_sent is None:

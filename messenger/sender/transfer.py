@@ -40,11 +40,12 @@ class Transfer:
     ) -> None:
         self.opening = opening
         self.failure: str | None = None
-        self.is_known = False
+        self.is_announced = False
         """Whether a lane has got the `Open` or a write of the transfer to send, so that the peer learns of
-        it."""
-        self._num_unconfirmed = 0
-        """Number of writes whose bytes are in their pages, but which the peer has not acknowledged."""
+        the transfer."""
+        self._num_unacknowledged = 0
+        """Writes whose bytes this side has copied into their pages, and which the peer has not
+        acknowledged."""
         self._owner = owner
         self._urgency = urgency
         self._on_change = on_change
@@ -85,28 +86,28 @@ class Transfer:
         def finish(outcome: WriteOutcome, reason: str) -> None:
             if outcome is not WriteOutcome.PLACED:
                 self.fail(reason)
-            elif request.is_placed:
-                self._num_unconfirmed += 1
+            elif request.is_copied:
+                self._num_unacknowledged += 1
             done(outcome)
             self._on_change()
 
-        def confirmed(failure: str | None) -> None:
-            self._num_unconfirmed -= 1
+        def acknowledged(failure: str | None) -> None:
+            self._num_unacknowledged -= 1
             if failure is not None:
                 self.fail(failure)
             self._on_change()
 
         write = Write(self.opening.transfer_id, self.opening.grant_id, entries, self._heads)
         request = WriteRequest(
-            write, num_bytes, self._urgency, finish, lambda: self.failure is None, confirmed
+            write, num_bytes, self._urgency, finish, lambda: self.failure is None, acknowledged
         )
         await self._owner.submit(request)
         self.check()
 
     @property
-    def is_confirmed(self) -> bool:
-        """Whether the peer has acknowledged every write that was placed."""
-        return not self._num_unconfirmed
+    def is_acknowledged(self) -> bool:
+        """Whether the peer has acknowledged every write whose `done` was called with PLACED."""
+        return not self._num_unacknowledged
 
     def fail(self, reason: str) -> None:
         if self.failure is None:

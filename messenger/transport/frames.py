@@ -1,7 +1,8 @@
 """The frames of a stream, one at a time.
 
-Owns: where one frame ends and the next begins. Does not know: the meaning of frames. The caller, which knows
-the place of the payload, must take it off the stream before it asks for the next frame.
+A frame's payload stays on the stream: the caller must take the payload off before it asks for the next frame.
+
+Owns: where one frame ends and the next begins. Does not know: the meaning of frames, the place of payloads.
 """
 
 from collections.abc import Callable
@@ -27,10 +28,10 @@ class Frames:
             await self.stream.more(lambda: True)
         return frame
 
-    async def heard(self, hear: Callable[[], bool]) -> None:
-        """Call `hear` whenever another frame may be `ready`, until `hear` returns True."""
-        if not hear():
-            await self.stream.more(hear)
+    async def dispatch(self, handle: Callable[[], bool]) -> None:
+        """Call `handle` whenever another frame may be `ready`, until `handle` returns True."""
+        if not handle():
+            await self.stream.more(handle)
 
     def ready(self) -> Frame | None:
         """Return the next frame if its head has been received, else None. The frame's payload may still be

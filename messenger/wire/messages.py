@@ -5,11 +5,11 @@ have several connections (*lanes*) to one receiver: they are one *session*, and 
 them.
 
     sender                                receiver
-    Hello(nonce)                   ->                     somebody speaks this protocol
+    Hello(nonce)                   ->                     the versions that the sender speaks
                                    <-     Challenge(nonce, proof) | Refused
     Introduction(proof, ...)       ->                     both have shown that they know the cluster's key
                                    <-     Welcome | Refused
-    Open(transfer, grant)          ->                     from now on my loss is that grant's failure
+    Open(transfer, grant)          ->                     from now on a loss of the sender fails the grant
     Write(transfer, heads, ...)    ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
     Close(transfer, reason)        ->                     done, or given up: the sender has stopped writing
@@ -17,12 +17,12 @@ them.
     Fetch(keys, layers, heads)     ->                     read blocks, if they are there
                                    <-     Found           one per Fetch, in their order, bytes as in Write
     FetchDone(damaged)             ->                     the oldest Found has been read: release it
-    Abandon(lane)                  ->                     forget that lane: what was on it comes again here
+    Abandon(lane)                  ->                     forget that lane: others repeat what was on it
     Write(..., is_placed)          ->                     over shared memory: the bytes are in their pages
     Fetch(..., is_read)            ->                     over shared memory: blocks were read; no answer
     Expose(transfer, grant)        ->                     over RDMA: open the grant's pages to this lane
                                    <-     Exposed         where the pages are; closed with the transfer
-    Probe                          ->                     bytes for nobody, to measure a path
+    Probe                          ->                     bytes to be discarded, to measure a path
                                    <-     WriteAck
 
 Each side has a shard of the same model's blocks: a range of its layers, and of each layer a range of its
@@ -178,8 +178,9 @@ class Write(msgspec.Struct, tag=True, frozen=True):
 
     The grant is named again, as on another lane a write may arrive before the `Open`. `heads`: the heads
     `[begin, end)` of the model that are sent of each layer; None if both sides have the same heads, and all
-    are sent. `is_placed`: the bytes have been written and compared with their checksums. After such a write,
-    the next write need not wait for the answer, but the end of the transfer must.
+    are sent. `is_placed`: the sender has written the bytes to their pages, and compared them with their
+    checksums. After such a write, the next write need not wait for the answer, but the end of the transfer
+    must.
     """
 
     transfer_id: int

@@ -156,7 +156,7 @@ class Fabric:
         with peer.transfer(grant_id, f"grant {grant_id}", changed.set, urgency) as transfer:
             for page in pages:
                 await transfer.write([self.entry(page)], self.layout.block_bytes, outcomes.append)
-            while len(outcomes) < len(pages) or not transfer.is_confirmed:
+            while len(outcomes) < len(pages) or not transfer.is_acknowledged:
                 transfer.check()
                 changed.clear()
                 await changed.wait()

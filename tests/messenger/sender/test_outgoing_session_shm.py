@@ -42,8 +42,8 @@ async def test_what_is_written_over_shared_memory_is_there_before_the_receiver_k
             assert outcomes == [WriteOutcome.PLACED]
             node.assert_written([0])
             assert not grant.is_complete
-            assert not transfer.is_confirmed
-            await until(lambda: transfer.is_confirmed)
+            assert not transfer.is_acknowledged
+            await until(lambda: transfer.is_acknowledged)
             assert grant.is_complete
 
 
@@ -61,7 +61,7 @@ async def test_of_bulk_that_was_placed_the_receiver_hears_with_what_somebody_wai
             await until(lambda: len(outcomes) == 8)
             assert not grant.arrived
             await node.write(2, [8])
-            await until(lambda: bulk.is_confirmed)
+            await until(lambda: bulk.is_acknowledged)
         assert grant.is_complete
         node.assert_written(range(9))
 
@@ -92,7 +92,7 @@ async def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(
             other = next(each for each in peer.lanes if each is not lane)
             del other._send_queue._outbox.post
             lane.give_up("a test")
-            await until(lambda: transfer.is_confirmed)
+            await until(lambda: transfer.is_acknowledged)
             assert outcomes == [WriteOutcome.PLACED]
             assert [page for page, _ in grant.arrived] == [0] * node.layout.num_layers
 
@@ -129,7 +129,7 @@ async def test_what_did_not_leave_with_the_bytes_that_it_is_about_follows(
         with peer.transfer(3, "said at once", lambda: None) as transfer:
             entry, word = node.entry(3), Abandon(99)
             await transfer.write([entry], LARGE.block_bytes, lambda _: lane.post(word, may_wait=True))
-            await until(lambda: transfer.is_confirmed)
+            await until(lambda: transfer.is_acknowledged)
         assert grant.is_complete
 
 

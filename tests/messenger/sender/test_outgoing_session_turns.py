@@ -165,7 +165,7 @@ async def test_what_is_waited_for_is_copied_between_pieces_of_bulk(tmp_path: Pat
             await urgent.write([node.entry(9)], LARGE.block_bytes, lambda _: None)
             assert copied() == [*before, 9]
             assert 8 not in before
-            await until(lambda: bulk.is_confirmed and urgent.is_confirmed)
+            await until(lambda: bulk.is_acknowledged and urgent.is_acknowledged)
         node.assert_written(range(10))
 
 
@@ -183,7 +183,7 @@ async def test_those_in_a_hurry_add_no_turns_of_bulk(tmp_path: Path) -> None:
 
         def tick() -> None:
             order.append("loop")
-            if not (bulk.is_confirmed and urgent.is_confirmed and num_through == 12):
+            if not (bulk.is_acknowledged and urgent.is_acknowledged and num_through == 12):
                 loop.call_soon(tick)
 
         def through(_: WriteOutcome) -> None:
@@ -201,7 +201,7 @@ async def test_those_in_a_hurry_add_no_turns_of_bulk(tmp_path: Path) -> None:
                 await bulk.write([node.entry(page)], LARGE.block_bytes, through)
             for page in range(8, 12):
                 await urgent.write([node.entry(page)], LARGE.block_bytes, through)
-            await until(lambda: bulk.is_confirmed and urgent.is_confirmed and num_through == 12)
+            await until(lambda: bulk.is_acknowledged and urgent.is_acknowledged and num_through == 12)
         assert "lane lane" not in " ".join(order)
 
 

@@ -30,24 +30,24 @@ async def test_a_frame_is_ready_before_its_payload(payload_bytes: int) -> None:
         assert frames.stream.num_ahead == 0
 
 
-async def test_frames_are_heard_until_one_takes_a_while() -> None:
+async def test_frames_are_dispatched_until_one_takes_a_while() -> None:
     near, far = socket.socketpair()
     with near, far:
         frames = frames_of(near)
-        heard: list[str] = []
+        handled: list[str] = []
 
-        def hear() -> bool:
+        def handle() -> bool:
             while (frame := frames.ready()) is not None:
-                heard.append(type(frame.message).__name__)
-                if heard[-1] == "Probe":
+                handled.append(type(frame.message).__name__)
+                if handled[-1] == "Probe":
                     return True
             return False
 
-        hearing = asyncio.create_task(frames.heard(hear))
+        dispatching = asyncio.create_task(frames.dispatch(handle))
         for byte in GREETINGS + encode_frame(Probe()):
-            assert not hearing.done()
+            assert not dispatching.done()
             far.sendall(bytes([byte]))
             for _ in range(3):
                 await asyncio.sleep(0)
-        await hearing
-        assert heard == ["Hello", "Introduction", "Probe"]
+        await dispatching
+        assert handled == ["Hello", "Introduction", "Probe"]
