@@ -1,8 +1,8 @@
 """The pools of a client, and failover between them.
 
-A thread that uses a pool has a connection of its own meanwhile. A lost pool is tried again by a separate
-thread, about once a second and only while there are calls. A call that another pool can answer waits only a
-moment for such an attempt.
+While a thread uses a pool, it has a connection for itself. A lost pool is tried again by a separate thread,
+about once a second and only while there are calls. A call that another pool can answer waits only a moment
+for such an attempt.
 
 Owns: open connections and their serials; failover to another pool that can answer. Does not know: the calls.
 """

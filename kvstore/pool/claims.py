@@ -1,4 +1,4 @@
-"""Claims of users on a pool: reservations (pages to write) and leases (pages to read).
+"""Claims of users on a pool: reservations (pages of found blocks, pages to write) and leases (pages to read).
 
 Owns: the data of claims. Does not know: pages' states, who the users are.
 """
@@ -17,8 +17,8 @@ NOBODY = 0
 class Block:
     """One block of a reservation.
 
-    Invariant: a block that is or was SEALED has all layers. A block with all layers is or was SEALED, unless
-    it is private or another block was sealed under its key first.
+    Invariants: a block that was ever SEALED in its page has all layers. A block is SEALED when its last layer
+    arrives, unless it is private or its key is sealed in another page then.
     """
 
     key: BlockKey | None
@@ -29,7 +29,12 @@ class Block:
     arrived: int
     """A mask of the layers that have arrived: bit l for layer l."""
     position: int
-    """The index of the block in its prompt."""
+    """The index of the block in its reservation; of a promoted block, the index that the lower tier has kept.
+
+    This is the index in the prompt if the reservation begins with the prompt's first block. It is too small
+    for a block that was stored with a part of its prompt: pool clients store long prompts in parts, and some
+    engines store only the blocks behind a stored prefix.
+    """
     tokens: BlockTokens | None = None
     tier: Tier | None = None
     """The tier of a found block before a request asked for it; None for a block that was not found."""

@@ -2,7 +2,8 @@
 
 LRU          the block that was not used for the longest time
 LFU          the block used least often; of equals, the block that was not used for the longest time
-LengthAware  the block used least often; of equals, the block furthest from the start of its prompt
+LengthAware  the block used least often; of equals, the block furthest from the start of its prompt, as far as
+             the pool knows (`Block.position`)
 
 Softly pinned blocks are evicted after all others. Which tenants' blocks are evicted first is decided in
 `shares`, not here. Choosing costs one pass over the candidates, so callers choose many blocks at a time.

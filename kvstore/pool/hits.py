@@ -43,7 +43,7 @@ class Ghosts:
 
 @dataclass(slots=True)
 class PoolCounters:
-    """Totals since the pool was opened, in blocks."""
+    """Totals since the pool was opened: of blocks, and of leases that ended at their deadline."""
 
     num_dropped: int = 0
     num_removed: int = 0

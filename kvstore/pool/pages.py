@@ -107,8 +107,8 @@ def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, .
     return [
         ("state", np.dtype("u1"), ()),
         ("generation", np.dtype("<u4"), ()),
-        ("num_uses", np.dtype("<u4"), ()),  # since it was sealed
-        ("position", np.dtype("<u4"), ()),  # index of the block in the prompt that stored it
+        ("num_uses", np.dtype("<u4"), ()),  # in all tiers, since the block entered the first one
+        ("position", np.dtype("<u4"), ()),  # index of the block in the reservation that stored it
         ("last_use", np.dtype("<u8"), ()),  # grows with every use of any page; 0: never sealed
         ("writer", np.dtype("<u8"), ()),  # pid and serial of a RESERVED page's writer; 0: nobody
         ("key", np.dtype(f"V{KEY_BYTES}"), ()),

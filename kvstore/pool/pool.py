@@ -2,9 +2,10 @@
 
 A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a
 deadline: on the pages of its sealed blocks, and on fresh pages for its other blocks. A *lease* only reads,
-and ends by itself at its deadline. A *hold* is the claim on one page of a transfer, of a copy to or from SSD,
-or of a writer of an earlier life, as long as the page's bytes may be read or written. A *pin* keeps a block
-that is not in use. (Mooncake, section 3: paged blocks, deduplicated by key, eviction by policy.)
+and ends by itself at its deadline. A *hold* is a claim on one page while its bytes may be read or written, by
+a transfer, by a copy to or from SSD, or by a writer of an earlier life; or while the mover keeps the page's
+block in DRAM for a request. A *pin* keeps a block that is not in use. (Mooncake, section 3: paged blocks,
+deduplicated by key, eviction by policy.)
 
 Invariants:
 - the users of a page (see allocator) are its reservations, its leases, its hard pin and its holds, no others;
@@ -204,8 +205,10 @@ class Pool:
     def record_arrival(
         self, reservation: PageReservation, block: Block, layers: range, checksums: bytes
     ) -> None:
-        """Record that `layers` of `block` are in its page. The last layer seals the block, unless its key is
-        sealed in another page."""
+        """Record that `layers` of `block` are in its page.
+
+        The last layer seals the block, unless it is private or its key is sealed in another page.
+        """
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
         self.table.set_checksums(block.page, layers, checksums)
         block.arrived |= layer_mask(layers)
@@ -217,7 +220,7 @@ class Pool:
     def begin_promotion(self, key: BlockKey, position: int) -> PageReservation:
         """Reserve a page for a block that the lower tier holds. Raises PoolFullError.
 
-        `position` is the index of the block in its prompt.
+        `position`: the block's position (`Block.position`) that the lower tier has kept.
         """
         self.evictor.require(1)
         (block,) = self._blocks([key], [None], None)
@@ -281,16 +284,15 @@ class Pool:
     # -- transfers --------------------------------------------------------------------------------
 
     def hold(self, page: int) -> None:
-        """Record that from now on a transfer, or a copy to or from SSD, may read or write `page`.
-
-        The page is in use or sealed.
-        """
+        """Add a hold to `page`, which is in use or sealed, until `unhold`."""
         assert self.allocator.num_users[page] or self.table.state_of[page] == SEALED
         self._add_hold(page)
 
     def unhold(self, page: int, *, used: bool = True) -> None:
-        """End a hold, as its holder cannot read or write `page` any more. `used`: whether the hold was for a
-        request."""
+        """End a hold, whose holder does not read or write `page` any more.
+
+        `used`: whether the end counts as a use of the block, for the order of eviction.
+        """
         self._num_holds[page] -= 1
         assert self._num_holds[page] >= 0
         if not self._num_holds[page]:
@@ -347,8 +349,8 @@ class Pool:
             self._free(page)
         if self._num_holds:
             for page in pages:
-                # Only holds are left, as the reservation is gone. The page is out of use until they
-                # end: their bytes must not reach its next owner. (A SEALED page is only read by them.)
+                # A RESERVED page whose users are holds only has lost its reservation. It is out of use until
+                # the holds end: late bytes must not reach its next owner. (Holders only read a SEALED page.)
                 if (
                     self.table.state_of[page] == RESERVED
                     and self._num_holds[page] == self.allocator.num_users_of[page]
@@ -368,7 +370,11 @@ class Pool:
 
     @property
     def num_changes(self) -> int:
-        """A number that grows with every change."""
+        """A number that grows with every claim, and when a page becomes free or evictable.
+
+        It does not grow with arrivals, nor when a hold or pin begins. While it stays, the pool counts as
+        idle.
+        """
         return self._last_id + self.evictor.space_epoch
 
     @property

@@ -1,4 +1,6 @@
-"""Tenants' shares of the DRAM tier: blocks of a tenant that has no more than its share are evicted last.
+"""Tenants' shares of the DRAM tier: blocks of a tenant with no more than its share are evicted after others.
+
+(Softly pinned blocks, whoever has them, are evicted last of all.)
 
 A block belongs to the tenant that has reserved its page, or that is the first to use it after a restart. The
 share of an active tenant is three quarters of an equal part of the pages; the last quarter is headroom, so
@@ -7,7 +9,7 @@ a tenant, or of a tenant that has used nothing for a while, are not protected: t
 of the policy, like the blocks of tenants above their share. A tenant's pages in use count towards its share,
 but are never evicted: running requests go before shares.
 
-Owns: whose each page is. Does not know: which pages are free, the order of eviction, requests.
+Owns: the tenant of each page. Does not know: which pages are free, the order of eviction, requests.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ class Shares:
         """The time, as of the latest tick."""
 
     def num_pages_of(self, tenant: str) -> int:
-        """Return the number of pages whose latest user is this tenant, free pages included."""
+        """Return the number of pages that belong to this tenant, or did before they became free."""
         return int(np.count_nonzero(self._tenant_of == self._numbers.get(tenant, -1)))
 
     def enter(self, tenant: str) -> int:

@@ -1,8 +1,9 @@
 """The mover, which keeps pages free and moves blocks between the tiers, beside the requests.
 
 Below the low watermark the mover frees pages up to the high one, coldest first. A block that SSD holds is
-evicted at once, and so are all blocks if there is no SSD; other blocks are demoted, that is written to SSD
-first. A request that needs blocks from SSD waits only for their promotion, and for pages.
+evicted at once, and so are all blocks without SSD or while every disk is suspended; other blocks are demoted,
+that is written to SSD first. A request that needs blocks from SSD waits only for their promotion, and for
+pages.
 
 Owns: demotions and promotions in flight, removal from all tiers. Does not know: requests, disks.
 """
@@ -248,7 +249,7 @@ class Mover:
                 self._release_if_unclaimed(promotion)
 
     def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
-        """Return whether DRAM has all blocks of `keys` that any tier has."""
+        """Return whether each block of `keys` that some tier has is in DRAM."""
         ssd = self._ssd
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 
