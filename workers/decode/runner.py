@@ -1,7 +1,7 @@
 """The decode runner: continuous batching of requests placed on this instance or migrating to it.
 
 Each request has a task that brings its KVCache here and seals it in the end; one loop runs the batch.
-docs/decode.md shows what happens beside what.
+docs/decode.md shows what runs at the same time.
 
 In a tensor-parallel group this is the first rank. The other ranks do the same with their parts of each
 sequence's KVCache, and all ranks compute each iteration.

@@ -62,8 +62,9 @@ class Sequence:
     - `tokens` is the prompt followed by the output, which includes the output of earlier attempts.
     - The newest token has no KVCache yet. Until the first token of an inlined prompt is drawn, only its
       cached and its computed tokens have KVCache.
-    - `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING. In other states the KVCache is
-      in the pool or in host memory (`SequenceBlocks`).
+    - `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING.
+    - In WAITING and OUT the KVCache that the sequence has is in the pool or in host memory
+      (`SequenceBlocks`); an inlined prompt may have none.
     """
 
     number: int
@@ -135,7 +136,8 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The sort key of admission, which never changes: the lowest is admitted first and preempted last."""
+        """The sort key of the batch's order, by arrival and priority, which never changes: the lowest is the
+        first of the wait queue, and the last to be preempted among sequences with equal shares."""
         return rank_s(self.request.priority, self.received_s), self.number
 
     def keys(self, block_size: int) -> list[BlockKey]:

@@ -28,7 +28,8 @@ class TensorShard:
 
     All ranks make the same calls, in the same order.
 
-    A call blocks until all ranks have made theirs (on CUDA the stream does). Raises RankLost if one does not.
+    A call blocks until all ranks have made theirs (on CUDA the stream does). Raises RankLost if a rank does
+    not make its call in time.
     """
 
     rank: int

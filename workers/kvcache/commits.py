@@ -3,8 +3,8 @@
 Each commit is followed by a frame to the decode side and its acknowledgement. Commit, frame and
 acknowledgement cost the two messengers as much processor time as copying some MiB. A large layer is
 committed, and sent, as soon as it is stored (Mooncake, section 5.2). Small layers wait until they have
-`_COMMITTED_BYTES` together, or the last layer is stored. So at most `_COMMITTED_BYTES` are unsent when all
-layers have been stored.
+`_COMMITTED_BYTES` together, or the last layer is stored. So less than `_COMMITTED_BYTES`, and the last layer,
+are uncommitted when the last layer has been stored.
 
 Owns: which layers go together. Does not know: threads, how a commit travels.
 """

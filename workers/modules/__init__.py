@@ -1,1 +1,1 @@
-"""KV heads and layers at a helper: another instance of the host has their KVCache, and computes with it."""
+"""KV heads and layers at a helper: another instance has their KVCache, and computes with it."""

@@ -74,7 +74,7 @@ class QueuedPrompt(PromptProgress):
     shares_turns: bool = False
     """Whether the prompt shares turns with others: those of its priority that have no deadline either."""
     num_reusable: int = 0
-    """The expected number of tokens that need no computation; it counts until the prompt is READY."""
+    """The expected number of tokens that need no computation: an estimate, used until the prompt is READY."""
     block_keys: Sequence[BlockKey] = ()
     num_held_blocks: int = 0
     """Leading blocks that the pool held when the prompt got its memory; 0 before."""

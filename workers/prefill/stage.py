@@ -145,7 +145,8 @@ class Stage:
     async def admit(self, job: PrefillJob) -> None:
         """Allocate the prompt's memory, in all stages at the same time.
 
-        Layers that are committed afterwards are sent to the decode side.
+        The stage's pool sends to the decode side the blocks that it has found at once, and other layers as
+        they are committed.
 
         Several stages admit prompts one after the other in the same order, so no two prompts wait for each
         other's memory. Within one stage all prompts get pool pages first, and then device pages; in a

@@ -1,6 +1,7 @@
 """The first message of a restarted worker: the requests in whose pass the previous process ended.
 
-It is sent before the model is loaded, so that the Conductor knows soon whether a request is to blame.
+The message is sent before the model is loaded, so that the Conductor knows soon whether a request is to
+blame.
 
 Owns: this message. Does not know: its consequences.
 """
@@ -24,8 +25,10 @@ log = logging.getLogger(__name__)
 
 
 async def say_returning(process: WorkerProcess, leaders: Leaders, left: list[Ref] | None) -> None:
-    """Tell the Conductor which requests the previous process left in a pass (`left`), and wait for the
-    answer."""
+    """Tell the Conductor in which requests' pass the previous process failed, and wait for the answer.
+
+    `left`: the requests of its last pass; None if they are unknown. A process that was killed blames none.
+    """
     if process.previous_end is None:
         return
     failed_in = left if process.previous_end is ProcessEnd.FAILED else []

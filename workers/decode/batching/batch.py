@@ -1,11 +1,11 @@
 """The decode batch: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
 Sequences are ordered by arrival; each step of the priority number counts like an arrival a minute later. The
-first in this order is admitted first and preempted last, so none starves. Among sequences of one priority,
-tenants have equal shares of the batch, and so have the answers of a tenant
-(`workers.decode.batching.batch_shares`): the tenant with less is served first, and if the batch is full, a
-sequence of the tenant with more is preempted. A sequence that gets no page skips an iteration while pages of
-other sequences are about to become free.
+first waiting sequence in this order sets the priority that is admitted next, so none starves. Within a
+priority the sequence of the tenant and answer with the smallest share of the batch is admitted
+(`workers.decode.batching.batch_shares`). If slots or pages are missing, a sequence of a tenant or answer with
+more is preempted, the newest first. A sequence that gets no page skips an iteration while pages of other
+sequences are about to become free.
 
 Owns: the batch and its device pages. Does not know: tokens, time, how anything is copied or computed.
 """
@@ -116,8 +116,11 @@ class DecodeBatch:
             insort(self._running, sequence, key=_by_rank)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of further iterations. The sequence keeps its pages until `free`.
-        Idempotent."""
+        """Take a sequence out of the batch. Idempotent.
+
+        An iteration that is planned or runs may still compute with the sequence, also one of the present
+        `plan`. So the sequence keeps its pages until `free`.
+        """
         lists = {
             SequenceState.WAITING: self._waiting,
             SequenceState.LOADING: self._loading,
@@ -187,8 +190,12 @@ class DecodeBatch:
         return [one for one in self._prepared if any(page >= num_pages for page in one.pages)]
 
     def plan(self) -> list[Sequence]:
-        """Return the sequences of the next iteration, each with a page for its next token, after preemptions
-        and admissions."""
+        """Preempt and admit sequences, and return those of the next iteration, each with a page for its next
+        token.
+
+        A returned sequence may be LEAVING: preempted in this call, it computes one more iteration. Admitted
+        sequences are not returned, as they are to be loaded first.
+        """
         ready = self._grow()
         self._admit()
         return ready
@@ -227,8 +234,8 @@ class DecodeBatch:
 
         Returns the number of pages that come free.
 
-        Preempts the newest sequence whose tenant or answer has more than that of `sequence`; if there is
-        none, the newest one whose tenant or answer has no less.
+        Preempts the newest sequence that yields to `sequence`; if none does, the newest one to which
+        `sequence` does not yield.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]

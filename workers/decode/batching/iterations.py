@@ -123,9 +123,10 @@ class Iteration:
         self.forward_began_s = time.perf_counter()
 
     def send_to_helper(self) -> bool:
-        """Compute, after `begin`, the layers before those that a helper has.
+        """Compute the layers before those of a helper, after `begin`, and send the pass to the helper.
 
-        Returns whether the helper has the pass now. If so, the next call is `run`, which computes the rest.
+        Returns whether the pass was sent. Then `run` is to be called when the helper's turn comes, else at
+        once.
         """
         if self.is_lost:
             return False
@@ -189,8 +190,8 @@ class Iteration:
 class Iterations:
     """The iterations of a batch.
 
-    At most one is planned, and at most one runs or has results that were not received. Where a helper has
-    layers, up to `_MOST_AT_HELPER` more are with the helper.
+    At most one is planned, and at most one runs. The planned one begins as soon as the running one has ended,
+    so `receive` may return two. Where a helper has layers, up to `_MOST_AT_HELPER` more are with the helper.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Copies of whole blocks between device and pool, beside the batch: joining, sealing, preemption.
 
-No iteration computes with the sequences whose pages are copied. So no copy waits for an iteration, and no
-iteration for a copy.
+No iteration writes the pages that are copied, and none reads a page that is being loaded. So no copy waits
+for an iteration, and no iteration for a copy.
 
 Owns: a thread for loads and one for stores. Does not know: the sequences of the blocks.
 """

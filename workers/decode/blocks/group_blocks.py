@@ -91,7 +91,7 @@ class GroupBlocks:
     async def wait_arrived(self, sequence: Sequence) -> None:
         """Wait until the prompt's KVCache has arrived in all ranks.
 
-        Raises TransferError if its sender was lost.
+        Raises TransferError if its sender was lost, or if it has not arrived within the time limit.
         """
         try:
             async with asyncio.timeout(self._arrival_timeout_s):

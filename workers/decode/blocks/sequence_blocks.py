@@ -136,7 +136,7 @@ class SequenceBlocks:
             raise PoolError(f"{len(damaged)} blocks were damaged in the pool and have been dropped")
 
     async def _store(self, holding: _Holding, work: StoreBlocks) -> None:
-        """Store blocks that no iteration computes with. Raises PoolFullError without room."""
+        """Store blocks whose device pages no iteration writes. Raises PoolFullError without room."""
         if not work.keys and not work.num_private:
             return
         reservation = await self._reserve(work.keys, work.num_private, work.tenant)

@@ -4,7 +4,8 @@ are in use.
 Pages that do not change any more are copied beforehand. The others are copied between two passes, and then
 the cache has its pages in the new arrangement, under the same numbers.
 
-Owns: the memory of the next arrangement until then. Does not know: which pages change, who the helper is.
+Owns: the memory of the next arrangement, until the cache has it. Does not know: which pages change, who the
+helper is.
 """
 
 import itertools

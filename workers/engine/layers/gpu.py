@@ -42,7 +42,8 @@ class LayerInputs:
 
 
 class TritonLayers:
-    """Decoder layers computed by the GPU's kernels, over weights as they were loaded.
+    """Decoder layers computed by the GPU's kernels, over weights in the layout in which they were loaded, not
+    packed.
 
     Implements `workers.engine.model.Layers`.
     """

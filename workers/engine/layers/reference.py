@@ -18,7 +18,7 @@ from workers.engine.weights import Weights
 
 
 class TorchLayers:
-    """Decoder layers computed by torch, over weights as they were loaded.
+    """Decoder layers computed by torch, over weights in the layout in which they were loaded, not packed.
 
     Implements `workers.engine.model.Layers` and `RankLayers`.
     """
