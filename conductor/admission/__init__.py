@@ -1,1 +1,1 @@
-"""Early rejection: which requests are rejected because an SLO would be missed."""
+"""Early rejection by predicted SLOs, and the quotas of tenants: which requests are not accepted."""

@@ -30,9 +30,10 @@ from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.requests import Request
 
 PROBE_AFTER_S = 5.0
-"""Seconds without a prefill after which an idle instance takes any prompt, as a probe.
+"""Seconds after which the TTFT of a prompt is not checked on an idle instance, so that the prompt is a probe.
 
-Without probes, predictions that reject all requests would never be corrected.
+They count from the last prefill there whose duration was compared with its prediction. Without probes,
+predictions that reject all requests would never be corrected.
 """
 _IDLE_S = 1e-6
 """Seconds up to which a queue counts as empty: rounding may leave that much of prompts that have ended."""

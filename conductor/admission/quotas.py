@@ -1,9 +1,9 @@
 """Quotas of tenants in the whole cluster: tokens a minute, and choices that run at the same time.
 
 Fronts know the limits of API keys and what runs at themselves; the Conductor adds what all fronts use. A
-prompt is charged when its request is accepted, and its output when the request ends, as the length is unknown
-before. So less than 0 tokens may be left. Requests are rejected until enough tokens for their prompts are
-left.
+prompt is charged when its request is accepted, and its output when the request has finished or is cancelled,
+as the length is unknown before. So less than 0 tokens may be left. The output of a failed request is not
+charged. Requests are rejected until enough tokens for their prompts are left.
 
 Owns: the tokens that each tenant has left. Does not know: API keys, which requests run.
 """

@@ -24,9 +24,9 @@ from mooncake.messages.pools import Tier
 
 
 class PrefixMatch(NamedTuple):
-    """The leading blocks of a prompt that each instance holds, as depths with masks of slots.
+    """The numbers of a prompt's leading blocks that instances hold: depths, each with a mask of slots.
 
-    `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`, one element a slot; 0 for a free slot.
+    Of each slot `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`; a free slot has 0 blocks.
     """
 
     num_slots: int

@@ -1,6 +1,7 @@
 """Instances that are lost: they leave the registry and the view, and their requests go on elsewhere.
 
-Owns: what the loss of an instance takes along. Does not know: how a loss is noticed, how a request is placed.
+Owns: what is removed with a lost instance. Does not know: how a loss is noticed (`tick`, `peer_gone` and
+`Leave` in `conductor.policy`, a new life in `conductor.membership.joining`), how a request is placed.
 """
 
 from conductor.effects import Effect

@@ -1,7 +1,7 @@
 """The fronts that a gateway can send requests to, and the choice of the next one.
 
 All fronts of a cluster are equally good, as its Conductor places the requests of all. Of several clusters the
-one with the fewest requests for each decode instance is chosen.
+one with the fewest requests per decode instance is chosen.
 
 Owns: the latest report of each front, its requests. Does not know: how fronts are found and asked, Envoy.
 """

@@ -1,7 +1,7 @@
 """One HTTP request in Envoy's external processing: its messages, and the answer to each.
 
-The front is chosen when the headers have arrived, without the body, as the Conductor looks at the prompt.
-Bodies are passed on unchanged.
+The front is chosen when the headers have arrived: the choice needs no prompt, as the Conductor places the
+request. Bodies are passed on unchanged.
 
 Owns: the messages of external processing. Does not know: gRPC, how a front is chosen.
 """

@@ -1,8 +1,9 @@
-"""The process of a Conductor that stands by: it waits until it leads, and its HTTP routes name the present
-leader.
+"""A Conductor that stands by: while `mooncake.leadership.terms` waits to lead, HTTP routes name the leader.
 
-Owns: these routes, until the process leads. Does not know: elections (`mooncake.leadership`), requests of
-clients, which fronts answer.
+`conductor.process.service` makes the Conductor itself, once this process leads.
+
+Owns: these routes, until the process leads. Does not know: elections, requests of clients, which fronts
+answer.
 """
 
 import contextlib

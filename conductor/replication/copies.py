@@ -39,7 +39,7 @@ _MOST_LATEST = 1 << 10
 _MOST_PREFIXES = 64
 """The most prefixes that are considered in one round, the hottest ones."""
 _ROOM_SHARE = 2
-"""The divisor of the number of an instance's pages: the result is the most blocks of one copy."""
+"""The divisor of the blocks that fit into an instance: the result is the most blocks of one copy."""
 
 
 @dataclass(slots=True)

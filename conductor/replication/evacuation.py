@@ -28,7 +28,7 @@ MOST_S = 20.0
 LEAST_USES = 1.5
 """Recent uses above which a prefix is copied: more than one request has used it."""
 _ROOM_SHARE = 2
-"""The divisor of the number of an instance's pages: the result is the most blocks of one copy."""
+"""The divisor of the blocks that fit into an instance: the result is the most blocks of one copy."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from mooncake.messages.blocks import BlockKey
 HALF_LIFE_S = 60.0
 """Seconds after which a use counts half."""
 MOST_KEYS = 1 << 15
-"""Blocks that are remembered, the hottest ones: some 4 MB."""
+"""The most blocks that are remembered, some 4 MB. With more blocks, the hottest half of this number stays."""
 MOST_NOTED_BLOCKS = 1 << 15
 """The most blocks that are recorded between two counts, as no stream gets a token while they are counted."""
 _LEAST_USES = 0.5
@@ -26,7 +26,7 @@ _LEAST_USES = 0.5
 
 
 class Heat:
-    """The decayed number of uses of each of the hottest blocks."""
+    """The decayed numbers of uses of the hottest blocks."""
 
     def __init__(self) -> None:
         self._uses: dict[BlockKey, float] = {}

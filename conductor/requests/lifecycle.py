@@ -69,19 +69,27 @@ _ALLOWED = {state: frozenset() if state in _ENDS else _NEXT[state] | _CUT_SHORT 
 class TrackedRequest:
     """A request as the registry knows it, accepted or about to be.
 
-    Only `conductor.requests.registry` makes it, and changes its state and its assignment.
+    Only `conductor.requests.registry` makes it, changes its state, and gives it a pair or takes the pair
+    away.
 
-    Three fields protect a request from being rejected, preempted or refused (`may_be_rejected`,
-    `may_be_refused`):
+    Three fields protect a request. What may still happen to it:
 
-        field set           may a prediction    may another one     may an instance     if it is given up
-                            reject it?          preempt it?         refuse it?          it is
-        none                yes                 yes                 yes                 rejected
-        `refused_by`        only if it is late  no                  yes                 rejected
-        `is_promised`       no                  no                  no                  rejected
-        `may_have_begun`    no                  no                  no                  failed
+        field set           admission checks    double check    without a pair
+        none                yes                 yes             REJECTED
+        `refused_by`        no                  yes             REJECTED
+        `is_promised`       no                  no              REJECTED
+        `may_have_begun`    no                  no              FAILED
 
-    Late: the first token would miss the TTFT SLO.
+    Admission checks (`may_be_rejected`): the request is rejected because a prediction misses an SLO or a
+    queue is full, or another request preempts it.
+
+    Double check (`may_be_refused`): the Conductor rejects the request when its prefill has ended, or the
+    decode instance refuses it. A request that was refused tries another decode instance. If no instance or no
+    time is left for that, and the request cannot wait in the admission queue, it is rejected.
+
+    Without a pair: the end of the request if no pair can be expected to have room for it.
+
+    A failure may end the request as FAILED in any row, and its client or front may end it as ABORTED.
     """
 
     request: Request
@@ -104,8 +112,11 @@ class TrackedRequest:
     """Whether no prediction may reject the request, as an attempt has failed, its instance has drained, or an
     earlier Conductor had accepted it."""
     may_have_begun: bool = False
-    """Whether the front may have got output tokens, so that later attempts may not be refused. If an instance
-    refuses the present attempt in the double check, no token has left yet, and the field is reset."""
+    """Whether the front may have got output tokens, so that later attempts may not be refused.
+
+    Set before the first token: when the Conductor orders decoding, or begins the prefill of an inlined
+    prompt. Reset if the decode instance refuses the attempt in the double check: then no token has left.
+    """
     last_failure: str = ""
     num_attempts: int = 0
     """The number of attempts so far, those at destinations of migrations included."""
@@ -147,11 +158,7 @@ class TrackedRequest:
 
     @property
     def may_be_rejected(self) -> bool:
-        """Whether any prediction may reject the request, and another request may preempt it.
-
-        False after an instance has refused the request: from then on the request is rejected only if its
-        first token would be late.
-        """
+        """Whether the admission checks may reject the request, and another request may preempt it."""
         return self.may_be_refused and not self.refused_by
 
     @property

@@ -47,19 +47,19 @@ def step_behind_copies(
 ) -> MigrationStep:
     """Return the step that follows when the source has stored the request's full blocks.
 
-    The destination computes the tokens behind the last full block again, while all streams of its batch wait.
-    If these tokens are more than half a block, the source is asked to copy again when their block is full.
-    This happens once in a migration. The source draws at most half a block of tokens meanwhile, without a
-    pause.
+    The first step is PREPARING. Afterwards it depends on the tokens that the destination lacks, and would
+    compute again while all streams of its batch wait:
+
+        more than a block                              PREPARING: full blocks can be loaded
+        more than half a block, for the first time     COPYING, as soon as one more block is full
+        more than half a block, once more              HANDING_OVER
+        at most half a block                           HANDING_OVER
 
     Args:
         num_lacking: Tokens whose KVCache the destination has not loaded, the newest included.
         num_rounds: Rounds in which the destination has loaded blocks.
         block_size: Tokens of a block.
         has_waited: Whether the source has waited for a block to become full.
-
-    Returns:
-        PREPARING if there is a full block to load, COPYING if there will be one soon, else HANDING_OVER.
     """
     if not num_rounds:
         return MigrationStep.PREPARING

@@ -2,7 +2,7 @@
 
     C -> source PreCopy, -> PreCopied       the source stores the request's full blocks
     C -> destination Prepare, -> Prepared   the destination fetches and loads them
-    ... again, until little more than half a block is lacking (`step_behind_copies`) ...
+    ... again, until few tokens are lacking (`step_behind_copies`), `MAX_ROUNDS` times at most ...
     C -> source HandOver, -> HandedOver     the request leaves the source's batch
     C -> destination TakeOver               its destination decodes it from now on
 

@@ -1,4 +1,4 @@
-"""Requests of an earlier Conductor, which fronts report, and instances that have kept them.
+"""Requests of an earlier Conductor, reported by their fronts and by the instances that still have them.
 
     a front and the instances of a pair     the request goes on there (RESUMING ──> PREFILLING, DECODING)
       report the request
@@ -6,8 +6,8 @@
     only instances report it                it is ended there
 
 Instances report with their registration. A request that no instance has reported is placed again as soon as
-all instances that the earlier Conductor had are back, or after `Limits.peer_timeout_s`: by then each living
-peer has reported. After that time the requests that no front has reported are ended.
+as many instances are registered as the earlier Conductor had, or after `Limits.peer_timeout_s`: by then each
+living peer has reported. After that time the requests that no front has reported are ended.
 
 Owns: reports that do not match yet. Does not know: messages of fronts, how a request is placed.
 """

@@ -20,7 +20,8 @@ The listing's pair competes with each decode instance that inlines prompts (sect
 decoded. The candidate that adds the least waiting is chosen. Added waiting is the wait of the request for
 its first token, plus the waits of the requests that it delays.
 
-Lines 25 to 27 are `conductor.admission.overload`, lines 28 to 30 the source in the order to prefill.
+Lines 25 to 27 are in `conductor.admission.overload`. Lines 28 to 30 are the prefix source in the order to
+prefill.
 
 Owns: the choice. Does not know: what is done with it, how the view's numbers came to be.
 """

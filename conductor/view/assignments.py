@@ -163,8 +163,8 @@ class Assignments:
         )
 
     def _device_s(self, placement: Placement, decode_slot: int) -> float:
-        """Return the device seconds that the request takes: its prefill, and its share of the iterations of a
-        decode of mean length."""
+        """Return the device seconds that the request takes: its prefill, and the time that it adds to the
+        iterations of a decode of mean length."""
         decode_s = self._view.forecast.decode_s
         share = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.gap_s
         return placement.prediction.prefill_s + (share * decode_s if decode_s < math.inf else 0.0)
