@@ -41,8 +41,8 @@ class StateKeys:
     async def read(self, folder: str, at_once: int) -> dict[str, bytes]:
         """Return the values of all keys in a folder, by name. Waits until etcd answers.
 
-        `at_once`: the number of keys in one answer, which etcd must begin within a few seconds. Raises
-        ConfigError.
+        `at_once`: the number of keys in one answer, few enough that etcd begins to answer within a few
+        seconds. Raises ConfigError if etcd refuses.
         """
         prefix = f"{self._prefix}/{folder}".encode()
         found, last, is_whole = dict[str, bytes](), prefix + b"/", False

@@ -5,7 +5,7 @@
                       <-      PreCopied(output)
     Prepare(output)   ->                                  fetches and loads them, holds a slot
                                                     <-    Prepared
-    ... rounds, until the destination lacks little more than half a block ...
+    ... rounds, a limited number, until the destination lacks few tokens ...
     HandOver          ->      the request leaves its batch
                       <-      HandedOver(output)
     TakeOver(output)  ->                                  decodes the request

@@ -114,9 +114,10 @@ class PeerStats(msgspec.Struct, frozen=True):
 
 
 class PoolStats(msgspec.Struct, frozen=True):
-    """Counters of an instance's part of the pool, in pages (blocks).
+    """Counters of an instance's part of the pool: numbers of pages, or of the blocks in them.
 
-    Totals count since its messenger started.
+    `num_reservations`, `num_leases`, `num_pins` and `num_expired_leases` count claims. Totals count since the
+    messenger of the part started.
 
     `integrity` says what the last check of pages and SSD slots found wrong; None if nothing. `num_orphaned`
     is the number of pages that had another number of users than of claims at this check: such a page never

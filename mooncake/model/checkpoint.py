@@ -1,8 +1,9 @@
 """Checkpoints: a model's configuration, identity and weight files.
 
 Owns: the values of `--model`, the facts that every process needs about a model, and its fingerprint. Does not
-know: file formats, tokenizers (`tokenizer`), tensors (`workers.execution.weights`), which models the engine
-can run. Loads no torch and runs no code that comes with a model.
+know: the contents of files (`gguf_file`, `safetensors_file`), tokenizers (`tokenizer`), tensors
+(`workers.execution.weights`), which models the engine can run. Loads no torch and runs no code that comes
+with a model.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The run directory, which holds a node's sockets and the description of the run.
 
 It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a supervisor
-that was killed, and the next supervisor removes it. A supervisor that is killed in its first instant leaves
-an empty directory `.mooncake-serve-starting-*`, which no supervisor removes.
+that was killed, and the next supervisor removes it. A supervisor that is killed in its first instant leaves a
+directory `.mooncake-serve-starting-*` with at most an empty `lock`, which no supervisor removes.
 
 Owns: the directory, and how other programs of this user find it. Does not know: the use of the sockets.
 """

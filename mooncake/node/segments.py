@@ -66,7 +66,8 @@ def create_segment(name: str, size_bytes: int, directory: Path | None = None) ->
     """Return the descriptor of shared memory of `size_bytes`, all of it allocated.
 
     Without `directory` the memory is new, and ends with its last user. With `directory` it is the file
-    `name`.segment there: its contents are kept, and no other live process may use it.
+    `name`.segment there, whose contents are kept. The file is locked for the holders of the descriptor.
+    Raises ConfigError if another live process keeps the lock.
     """
     if directory is not None:
         return _segment_file(_segment_path(directory, name), size_bytes)

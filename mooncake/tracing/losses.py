@@ -3,7 +3,7 @@
 The SDK complains of each failed try to send a batch, though the next try may succeed. Here the log says once
 that spans are lost, and once that spans reach the collector again.
 
-Owns: which complaints of the SDK are losses, when a trouble is over. Does not know: spans, how they are sent.
+Owns: which complaints of the SDK are losses, when losses have ended. Does not know: spans, how they are sent.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Losses(logging.Handler):
-    """A log handler that separates losses from other complaints of the SDK, and logs where a trouble begins
-    and ends."""
+    """A log handler that separates losses from other complaints of the SDK, and logs when losses begin and
+    end."""
 
     def __init__(self, endpoint: str) -> None:
         """Begin without losses. `endpoint`: the collector's URL, for the log."""

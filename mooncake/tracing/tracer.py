@@ -65,7 +65,7 @@ class OpenSpan:
 class Tracer:
     """The maker of a process's spans. They are sent while `exporting` runs.
 
-    The times that it is given are of `time.monotonic`, as those of the event loop are.
+    It takes times of `time.monotonic`, the clock of the event loop.
     """
 
     def __init__(self, endpoint: str, sample_ratio: float, instance: str) -> None:
