@@ -2,10 +2,10 @@
 
 A queue that is too long for a long prompt still has room for short ones. These come more often and take each
 second that becomes free. So if each request is checked by itself, long prompts are rejected first, and in the
-end all of them. Here a prompt that arrives after a longer one was rejected is checked as if it took as long
-as that one. All prompts then find the queue too long at the same queue length, and prompts of all lengths are
-rejected in proportion. No device does less work: the queue is shorter, but never empty while there are too
-many requests.
+end no long prompt is accepted. Here a prompt that arrives after a longer one was rejected is checked as if it
+took as long as the longer one. All prompts then find the queue too long at the same queue length, and prompts
+of all lengths are rejected in proportion. No device does less work: the queue is shorter, but never empty
+while there are too many requests.
 
 Owns: the prompts that were rejected lately. Does not know: queues, the meaning of SLOs, the clock.
 """

@@ -2,8 +2,8 @@
 
 Requests with similar prompts and limits have similar answers. Answers that are still being decoded count as
 at least as long as they are now (Kaplan and Meier, 1958), so long answers are not overlooked because only
-short ones have ended. Nor are long answers counted too often: all ends are known only from some time on, and
-an answer that began before that time counts only from the length that it had at that time (left truncation:
+short ones have ended. Nor are long answers counted too often: ends are known only from some moment on, and an
+answer that had begun before counts only from the length that it had at this moment (left truncation:
 Turnbull, 1976).
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.

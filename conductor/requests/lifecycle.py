@@ -83,9 +83,10 @@ class TrackedRequest:
     Admission checks (`may_be_rejected`): the request is rejected because a prediction misses an SLO or a
     queue is full, or another request preempts it.
 
-    Double check (`may_be_refused`): the Conductor rejects the request when its prefill has ended, or the
-    decode instance refuses it. A request that was refused tries another decode instance. If no instance or no
-    time is left for that, and the request cannot wait in the admission queue, it is rejected.
+    Double check (`may_be_refused`): when the prefill has ended, the Conductor rejects the request (policy
+    `baseline`), or the decode instance refuses it (the other policies). A refused request is placed on
+    another decode instance. If no instance or no time is left for that, and the request cannot wait in the
+    admission queue, it is rejected.
 
     Without a pair: the end of the request if no pair can be expected to have room for it.
 

@@ -26,8 +26,9 @@ HEARTBEAT_S = 1.0
 class AssignedPrefill:
     """A prompt in the queue of a prefill instance.
 
-    Of the ordered prompts the one with the lowest `rank_s` is computed first, the earliest ordered of equals.
-    This is the workers' order, too.
+    Of the ordered prompts the one with the lowest `rank_s` counts as computed first, the earliest ordered of
+    equals. That is the workers' order, except that at workers prompts without a deadline take turns between
+    tenants, and a prompt may wait for blocks that another one computes (`workers.prefill.queue`).
     """
 
     left_s: float

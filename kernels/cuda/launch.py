@@ -1,4 +1,4 @@
-"""The common part of all launches: checks, since kernels read by address, and the device.
+"""The common part of all launches: the checks of tensors, which kernels read by address, and the device.
 
 Owns: the checks, the choice of the device. Does not know: kernels. Numbers inside tensors (pages, rows) are
 not read: that would wait for the device.

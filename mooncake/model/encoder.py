@@ -1,7 +1,8 @@
-"""The encoder of text to token ids: fastokens where it gives the ids of `tokenizers`, else `tokenizers`.
+"""The encoder of text to token ids, by one of two libraries: fastokens, or Hugging Face's `tokenizers`.
 
 fastokens takes a fifth of the time. It refuses most features of a tokenizer.json that it does not know, but
-not all; so the two libraries are compared on texts of all kinds before fastokens is used for a tokenizer.
+not all. So both libraries encode texts of all kinds first, and fastokens is used for a tokenizer only if all
+token ids are the same.
 
 Owns: which library encodes, the texts on which the libraries are compared. Does not know: templates,
 decoding, requests.

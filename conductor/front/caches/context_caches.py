@@ -1,7 +1,7 @@
 """Context caches (Mooncake, section 3): beginnings of prompts that clients have stored, by name, for a while.
 
-A cache belongs to the API key that has made it; no other key can use, see or delete it. A cache's savings are
-those of its tokens that prompts have found in the pool, counted since the process started.
+A cache belongs to the API key that has made it; no other key can use, see or delete it. The savings of a
+cache are the tokens of the cache that prompts have found in the pool, since the process started.
 
 Owns: the caches' names, times to live, quotas and savings. Does not know: where blocks are, HTTP, how caches
 are stored (`cache_store`).

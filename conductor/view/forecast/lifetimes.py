@@ -2,8 +2,8 @@
 
 The paper takes one time t_d for all requests (section 7.4). Where outputs differ in length, a forecast by t_d
 removes long outputs while they are still decoded, and admits requests that do not fit beside them. Here a
-request of age a counts at a time t from now by the share of decodes that lasted for a + t, among the latest
-decodes that lasted for a. If all decodes are equally long, this is the paper's rule.
+request of age a counts at a time t from now by a share: of the latest decodes that lasted for a or longer,
+those that lasted for a + t or longer. If all decodes are equally long, this is the paper's rule.
 
 Time is counted in iterations: a growing batch makes iterations longer, but not outputs.
 
