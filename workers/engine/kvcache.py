@@ -194,8 +194,9 @@ class DeviceKVCache:
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers]
 
     def take_memory_beside(self) -> None:
-        """Call `take_memory` on a thread of its own."""
-        threading.Thread(target=self.take_memory, name="kvcache-memory", daemon=True).start()
+        """Call `take_memory` on a thread of its own, for which the end of the process waits a moment."""
+        # Not a daemon: calls of torch that end after the interpreter abort the process.
+        threading.Thread(target=self.take_memory, name="kvcache-memory").start()
 
     def take_memory(self) -> None:
         """Have the operating system allocate the memory of all pages on a CPU that are not lent, in order.
@@ -203,7 +204,7 @@ class DeviceKVCache:
 
         Otherwise the first pass that uses a huge page waits for its allocation in each layer. Memory is taken
         at a quarter of the possible speed, a huge page at a time, as other threads compute meanwhile, and no
-        more once the pages get other memory.
+        more once the pages get other memory, or the main thread has ended.
         """
         if self.device.type != "cpu":
             return
@@ -214,7 +215,7 @@ class DeviceKVCache:
                 self._populate(number, start)
                 # Without a reference to what others give back.
                 time.sleep(3 * (time.perf_counter() - began_s))
-                if self._arrangement != arrangement:
+                if self._arrangement != arrangement or not threading.main_thread().is_alive():
                     return
 
     def _populate(self, number: int, start: int) -> None:

@@ -1,5 +1,7 @@
 """The free list of device pages, and their memory."""
 
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from kernels.cpu.memory import HUGE_PAGE_BYTES
+from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.test_memory import resident_bytes
 from workers.engine import kvcache
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
@@ -162,6 +165,36 @@ def test_a_cache_that_is_reset_takes_its_memory_early(large: DeviceKVCache) -> N
             thread.join()
     for layer in large.layers:
         assert resident_bytes(large.layer(layer).view(-1).view(torch.uint8)) == 3 * HUGE_PAGE_BYTES
+
+
+def test_the_thread_that_takes_memory_ends_soon_and_before_the_process() -> None:
+    probe = f"""
+import threading, torch
+from workers.engine import kvcache
+from workers.engine.spec import ModelSpec
+
+began, num_taken = threading.Event(), 0
+
+def populate(memory):
+    global num_taken
+    num_taken += 1
+    began.set()
+    threading.main_thread().join({DEADLINE_S})
+
+class Cache(kvcache.DeviceKVCache):
+    def take_memory(self):
+        super().take_memory()
+        print(num_taken, flush=True)
+
+kvcache.populate = populate
+spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
+cache = Cache(spec, range(2), {3 * HUGE_PAGE_BYTES // 8192}, 16, torch.float32)
+cache.take_memory_beside()
+began.wait({DEADLINE_S})
+"""
+    command = [sys.executable, "-c", probe]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=3 * DEADLINE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
 
 
 def test_a_cache_that_is_reset_never_has_memory_twice(
