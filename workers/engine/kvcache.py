@@ -208,8 +208,9 @@ class DeviceKVCache:
         """
         if self.device.type != "cpu":
             return
-        arrangement, layer_bytes = self._arrangement, self._tensors[0].nbytes
-        for start in range(0, layer_bytes, HUGE_PAGE_BYTES):
+        arrangement = self._arrangement
+        layer_bytes = [tensor.nbytes for tensor in self._tensors]  # none while the cache is reset
+        for start in range(0, max(layer_bytes, default=0), HUGE_PAGE_BYTES):
             for number in range(len(self._tensors)):
                 began_s = time.perf_counter()
                 self._populate(number, start)

@@ -167,6 +167,20 @@ def test_a_cache_that_is_reset_takes_its_memory_early(large: DeviceKVCache) -> N
         assert resident_bytes(large.layer(layer).view(-1).view(torch.uint8)) == 3 * HUGE_PAGE_BYTES
 
 
+def test_memory_is_not_taken_while_a_cache_is_reset(
+    large: DeviceKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_layers = large.new_layers
+
+    def take_first(num_pages: int, num_heads: int) -> list[torch.Tensor]:
+        large.take_memory()  # as a thread that was started a moment before
+        return new_layers(num_pages, num_heads)
+
+    monkeypatch.setattr(large, "new_layers", take_first)
+    large.reset()
+    assert large.num_free_pages == large.num_own_pages
+
+
 def test_the_thread_that_takes_memory_ends_soon_and_before_the_process() -> None:
     probe = f"""
 import threading, torch
