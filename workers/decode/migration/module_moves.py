@@ -195,9 +195,7 @@ class ModuleMoves:
             if link.is_lost:
                 raise ModulesStayError(f"{order.helper} was lost before the move was complete")
             await self._rearranger.switch(move, copied)
-            if isinstance(link.helped, HostedLayers):
-                layers = link.helped.layers
-                await self._rearranger.beside(lambda: model.free_layers(layers))
+            await self._free_weights()
         except (ModulesStayError, TransferError) as error:
             await link.end()  # so that the helper does not refuse the next order for this one
             raise ModulesStayError(str(error)) from None
@@ -245,6 +243,7 @@ class ModuleMoves:
         except ModulesStayError:
             if not self._is_lost:
                 kv.reopen()
+                await self._free_weights()  # pages have grown into their memory
             raise
         try:
             await self._rearranger.switch(move, await self._rearranger.pre_copy(move))
@@ -295,6 +294,12 @@ class ModuleMoves:
             await on_thread(self._executor.load_freed_layers)
         except ModelError as error:
             raise ModulesStayError(f"the weights of {self.place.what} cannot be loaded: {error}") from None
+
+    async def _free_weights(self) -> None:
+        """Free the weights of layers that are at the helper."""
+        helped, model = self._executor.kv.helped, self._executor.model
+        if isinstance(helped, HostedLayers):
+            await self._rearranger.beside(lambda: model.free_layers(helped.layers))
 
     def _tell(self, **changes: object) -> None:
         self.place = msgspec.structs.replace(self.place, **changes)
