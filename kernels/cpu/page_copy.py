@@ -25,19 +25,6 @@ class _PagePart(ctypes.Structure):
     )
 
 
-def take_memory(library: Library, tensors: Sequence[torch.Tensor], num_pages: int) -> None:
-    """Allocate the memory of the first `num_pages` items of each tensor now, whole huge pages, rather than at
-    their first use.
-
-    The tensors are contiguous, have the same size and begin with a huge page. Their content stays. A kernel
-    older than 5.14 allocates at first use all the same. Blocking, without the interpreter's lock.
-    """
-    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    take = library.code.take_memory
-    take.argtypes = (c_void_p, c_int64, c_int64)
-    take(addresses.ctypes.data, len(addresses), tensors[0][:num_pages].nbytes)
-
-
 class PageCopies:
     """Copies of pages, from the first to the second tensor of each of `parts`.
 

@@ -234,6 +234,11 @@ class DeviceKVCache:
         return len(self._free)
 
     @property
+    def free_pages(self) -> list[int]:
+        """The free pages, in the order in which they are allocated."""
+        return self._free[::-1]
+
+    @property
     def helped(self) -> MovedHeads | HostedLayers | None:
         """The modules that a helper has; None for none."""
         return self.moved or self.hosted

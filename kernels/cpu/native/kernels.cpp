@@ -80,9 +80,6 @@ extern "C" void copy_pages(const PagePart* parts, int64_t num_parts, const int64
                            int64_t num_pages) {
     for (int64_t i = 0; i < num_parts; i++) copy_pages_of(parts[i], sources, targets, num_pages);
 }
-extern "C" void take_memory(char* const* memory, int64_t num_tensors, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_tensors; i++) take_memory_of(memory[i], num_bytes);
-}
 
 // Of an exchange with a helper (mailbox.h), by both sides.
 extern "C" void connect_mailbox(Mailbox* mailbox, uint64_t num_bytes, int descriptor, int64_t timeout_ms) {

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from kernels.cpu.library import Isa
-from kernels.cpu.memory import huge_zeros
-from kernels.cpu.page_copy import PageCopies, take_memory
+from kernels.cpu.page_copy import PageCopies
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
-from tests.kernels.cpu.test_memory import resident_bytes
 
 LIBRARY = library_of(SUPPORTED[0])
 PAGES = [7, 0, 3, 4]
@@ -60,12 +58,3 @@ def test_tensors_whose_pages_are_not_alike_are_refused() -> None:
             PageCopies(LIBRARY, [(whole, other)])
     with pytest.raises(ValueError, match="one piece"):
         PageCopies(LIBRARY, [(whole, torch.zeros((9, 2, 3)).transpose(1, 2))])
-
-
-def test_memory_is_taken_for_the_first_pages_of_all_tensors() -> None:
-    tensors = [huge_zeros((16, 1 << 20), torch.uint8) for _ in range(3)]
-    tensors[1][2, 5] = 7
-    take_memory(LIBRARY, tensors, 6)
-    for tensor in tensors:
-        assert resident_bytes(tensor.view(-1)) == 6 << 20
-    assert tensors[1].sum() == tensors[1][2, 5] == 7

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.cpu.library import Library
-from kernels.cpu.page_copy import PageCopies, take_memory
+from kernels.cpu.memory import HUGE_PAGE_BYTES, populate
+from kernels.cpu.page_copy import PageCopies
 from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads, RemotePages
 
 _GROWTH_SHARE = 0.1
@@ -29,7 +30,7 @@ class KVCacheMove:
         self, library: Library, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None
     ) -> None:
         """Reserve the memory of the new pages. Raises OSError without memory."""
-        self._library, self._kv, self._helped = library, kv, helped
+        self._kv, self._helped = kv, helped
         moved = helped if isinstance(helped, MovedHeads) else None
         num_moved = 0 if moved is None else moved.layers[0].shape[1]
         self._own = kv.new_layers(num_pages, len(kv.kv_heads) - num_moved)
@@ -50,19 +51,35 @@ class KVCacheMove:
         here = [not (source.is_staged or target.is_staged) for source, target in pairs]
         self._copies = PageCopies(library, itertools.compress(parts, here))
         self._staging = PageCopies(library, itertools.compress(parts, (not one for one in here)))
-        self.num_expected_pages = min(num_pages, len(kv.used_pages()) + round(_GROWTH_SHARE * num_pages))
-        """Pages that are expected to be in use when the move is complete."""
-        self.expected_bytes = self.num_expected_pages * len(self._own) * self._own[0][0].nbytes
-        """Bytes of this instance's own memory that these pages take."""
         self.copied_bytes = 0
 
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes of this instance's own memory that the move is expected to take."""
+        return sum(end - start for start, end in self._expected_spans()) * len(self._own)
+
     def take_memory(self) -> None:
-        """Have the operating system allocate the memory of as many pages as are expected to be in use, from
-        page 0 on. Blocking.
+        """Have the operating system allocate the memory of pages that are expected to be in use. Blocking.
 
         Otherwise the pause, and the first iterations behind it, would wait for the allocation.
         """
-        take_memory(self._library, self._own, self.num_expected_pages)
+        for start, end in self._expected_spans():
+            for layer in self._own:
+                populate(layer.view(-1).view(torch.uint8)[start:end])
+
+    def _expected_spans(self) -> list[tuple[int, int]]:
+        """Return the bytes of each own layer that will be in use when the move is complete: huge pages, of
+        the pages that are in use, and of those that come into use next."""
+        used, num_pages = self._kv.used_pages(), len(self._own[0])
+        next_used = itertools.chain(used, self._kv.free_pages, range(self._kv.num_pages, num_pages))
+        num_expected = min(num_pages, len(used) + round(_GROWTH_SHARE * num_pages))
+        there = (page for page in next_used if page < num_pages)
+        layer_bytes, page_bytes = self._own[0].nbytes, self._own[0][0].nbytes
+        starts = set[int]()
+        for page in itertools.islice(there, num_expected):
+            first = page * page_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            starts.update(range(first, (page + 1) * page_bytes, HUGE_PAGE_BYTES))
+        return [(start, min(start + HUGE_PAGE_BYTES, layer_bytes)) for start in sorted(starts)]
 
     def copy(self, pages: Sequence[int]) -> None:
         """Copy `pages` of all layers to the new memory.

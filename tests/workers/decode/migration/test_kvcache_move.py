@@ -2,41 +2,53 @@
 
 import weakref
 
+import pytest
 import torch
 
-from kernels.cpu.library import choose
+from kernels.cpu.memory import HUGE_PAGE_BYTES
+from tests.kernels.cpu.isas import SUPPORTED, library_of
 from tests.kernels.cpu.test_memory import resident_bytes
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
 
+LIBRARY = library_of(SUPPORTED[0])
 SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
 PAGES_OF_HUGE_PAGE = 256
 """Pages of 8 KiB in a huge page."""
 
 
-def begun() -> tuple[DeviceKVCache, KVCacheMove]:
-    """Return a cache of ten huge pages a layer, two of them in use, and a move to twice as many pages."""
-    library = choose().library
-    assert library is not None
+def begun(first_used: int = 0) -> tuple[DeviceKVCache, KVCacheMove]:
+    """Return a cache of ten huge pages a layer, two of them in use, from `first_used` on, and a move to twice
+    as many pages."""
     kv = DeviceKVCache(SPEC, range(2), 10 * PAGES_OF_HUGE_PAGE, 16, torch.float32)
+    not_used = kv.allocate(first_used * PAGES_OF_HUGE_PAGE)
     for page in kv.allocate(2 * PAGES_OF_HUGE_PAGE):
         kv.layer(0)[page], kv.layer(1)[page] = page, -page
-    return kv, KVCacheMove(library, kv, 20 * PAGES_OF_HUGE_PAGE, None)
+    kv.free(not_used)
+    return kv, KVCacheMove(LIBRARY, kv, 20 * PAGES_OF_HUGE_PAGE, None)
 
 
 def bytes_in_memory(kv: DeviceKVCache) -> list[int]:
     return [resident_bytes(kv.layer(layer).view(-1).view(torch.uint8)) for layer in kv.layers]
 
 
-def test_pages_that_will_be_used_have_memory_before_the_pause() -> None:
-    kv, move = begun()
-    assert move.num_expected_pages == 4 * PAGES_OF_HUGE_PAGE  # a tenth of all pages may come into use
+@pytest.mark.parametrize("first_used", [0, 5, 8])
+def test_pages_that_will_be_used_have_memory_before_the_pause(first_used: int) -> None:
+    kv, move = begun(first_used)
+    expected_bytes = move.expected_bytes
     move.take_memory()
     move.copy(kv.used_pages())
     move.complete()
-    assert bytes_in_memory(kv) == [4 * (2 << 20)] * 2
-    assert move.expected_bytes == sum(bytes_in_memory(kv))
+    assert bytes_in_memory(kv) == [4 * HUGE_PAGE_BYTES] * 2  # a tenth of all pages may come into use
+    assert expected_bytes == sum(bytes_in_memory(kv))
+
+
+def test_all_pages_that_are_left_may_come_into_use() -> None:
+    kv, _ = begun()
+    kv.allocate(kv.num_free_pages)
+    move = KVCacheMove(LIBRARY, kv, kv.num_pages + PAGES_OF_HUGE_PAGE, None)
+    assert move.expected_bytes == 2 * 11 * HUGE_PAGE_BYTES
 
 
 def test_the_memory_before_is_kept_by_nothing_but_the_result() -> None:
