@@ -9,7 +9,7 @@ helper is.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,13 @@ import torch
 from kernels.cpu.library import Library
 from kernels.cpu.memory import HUGE_PAGE_BYTES, populate
 from kernels.cpu.page_copy import PageCopies
-from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads, RemotePages
+from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
+from workers.errors import ModulesStayError
 
 _GROWTH_SHARE = 0.1
 """Share of the pages that is expected to come into use while the others are copied."""
+_COPIED_BYTES = 64 << 20
+"""Bytes that are copied in one call, which cannot be given up."""
 
 
 class KVCacheMove:
@@ -51,7 +54,16 @@ class KVCacheMove:
         here = [not (source.is_staged or target.is_staged) for source, target in pairs]
         self._copies = PageCopies(library, itertools.compress(parts, here))
         self._staging = PageCopies(library, itertools.compress(parts, (not one for one in here)))
+        remote = self._after if self._before is None else self._before
+        self._pages_at_a_time = (
+            max(1, _COPIED_BYTES // self._copies.page_bytes) if remote is None else remote.pages_at_a_time
+        )
         self.copied_bytes = 0
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """End `take_memory` and `copy` soon, with ModulesStayError."""
+        self._is_given_up = True
 
     @property
     def expected_bytes(self) -> int:
@@ -61,10 +73,12 @@ class KVCacheMove:
     def take_memory(self) -> None:
         """Have the operating system allocate the memory of pages that are expected to be in use. Blocking.
 
-        Otherwise the pause, and the first iterations behind it, would wait for the allocation.
+        Otherwise the pause, and the first iterations behind it, would wait for the allocation. Raises
+        ModulesStayError if the move is given up.
         """
         for start, end in self._expected_spans():
             for layer in self._own:
+                self._check()
                 populate(layer.view(-1).view(torch.uint8)[start:end])
 
     def _expected_spans(self) -> list[tuple[int, int]]:
@@ -85,27 +99,29 @@ class KVCacheMove:
         """Copy `pages` of all layers to the new memory.
 
         Blocking; other threads may read the pages, but not write them. Raises TransferError if a helper on
-        another host is lost.
+        another host is lost, and ModulesStayError if the move is given up.
         """
-        self._copies.copy(pages)
-        if self._before is not None:
-            for some, staged in self._some_of(pages, self._before):
-                self._before.read(some, staged)
-                self._staging.copy(range(len(some)), some)
-        elif self._after is not None:
-            for some, staged in self._some_of(pages, self._after):
-                self._staging.copy(some, range(len(some)))
-                self._after.write(some, staged)
-        self.copied_bytes += len(pages) * (self._copies.page_bytes + self._staging.page_bytes)
+        for begin in range(0, len(pages), self._pages_at_a_time):
+            self._check()
+            some = pages[begin : begin + self._pages_at_a_time]
+            self._copies.copy(some)
+            if self._staged is not None:
+                self._copy_remote(some, self._staged[:, : len(some)])
+            self.copied_bytes += len(some) * (self._copies.page_bytes + self._staging.page_bytes)
 
-    def _some_of(
-        self, pages: Sequence[int], remote: RemotePages
-    ) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-        """Yield the pages in groups that fit into one message, each with the memory for its blocks."""
-        assert self._staged is not None
-        for begin in range(0, len(pages), remote.pages_at_a_time):
-            some = pages[begin : begin + remote.pages_at_a_time]
-            yield some, self._staged[:, : len(some)]
+    def _copy_remote(self, pages: Sequence[int], staged: torch.Tensor) -> None:
+        """Copy `pages` of the helper's heads or layers, with `staged` for as many blocks."""
+        if self._before is not None:
+            self._before.read(pages, staged)
+            self._staging.copy(range(len(pages)), pages)
+        elif self._after is not None:
+            self._staging.copy(pages, range(len(pages)))
+            self._after.write(pages, staged)
+
+    def _check(self) -> None:
+        """Raise ModulesStayError if the move is given up."""
+        if self._is_given_up:
+            raise ModulesStayError("the move was given up")
 
     def complete(self) -> list[torch.Tensor]:
         """Switch the cache to the new arrangement, and end the move. Returns the memory of the old one.

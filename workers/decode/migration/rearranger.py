@@ -123,14 +123,14 @@ class Rearranger:
     async def pre_copy(self, move: KVCacheMove) -> set[FullPage]:
         """Copy full pages beside iterations, in rounds, until few are left. Returns the copied pages."""
         copied, num_rounds = set[FullPage](), 0
-        await self.beside(move.take_memory)
+        await self.beside(move.take_memory, move.give_up)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _LOADING_TIMEOUT_S
         while num_rounds < _MOST_ROUNDS:
             full = self._batch.full_pages() - copied
             if len(full) > _FEW_PAGES:
                 pages = sorted(full_page.page for full_page in full)
-                await self.beside(functools.partial(move.copy, pages))
+                await self.beside(functools.partial(move.copy, pages), move.give_up)
                 copied |= full
                 num_rounds += 1
             elif self._batch.num_loading_pages > _FEW_PAGES and loop.time() < deadline_s:
@@ -154,7 +154,7 @@ class Rearranger:
                 needless = {full_page.page for full_page in copied & self._batch.full_pages()}
                 needless |= self._batch.unwritten_pages()
                 pages = [page for page in self._kv.used_pages() if page not in needless]
-                await at_once(lambda: move.copy(pages))
+                await at_once(lambda: move.copy(pages), move.give_up)
                 given_up = move.complete()
             finally:
                 self._resume()
@@ -162,9 +162,10 @@ class Rearranger:
         await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
         self._kv.take_memory_beside()
 
-    async def beside(self, call: Callable[[], None]) -> None:
-        """Run a blocking call while iterations go on. This returns after the call, even if cancelled."""
-        await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call))
+    async def beside(self, call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:
+        """Run a blocking call while iterations go on. This returns after the call, even if cancelled;
+        `on_cancel` may shorten the call."""
+        await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call), on_cancel)
 
     def hold(self) -> None:
         """Let no further iteration begin until the next `switch` has ended."""
@@ -179,10 +180,10 @@ class Rearranger:
         self._loop.resume()
 
 
-async def at_once(call: Callable[[], None]) -> None:
+async def at_once(call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:
     """Run a blocking call on a thread of normal priority, after the caller has stopped iterations. The call
-    runs to its end even if the caller is cancelled."""
-    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call)))
+    runs to its end even if the caller is cancelled; `on_cancel` may shorten it."""
+    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call)), on_cancel)
 
 
 def _be_nice() -> None:

@@ -1,21 +1,27 @@
 """The memory of a move, before it is complete and afterwards."""
 
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from kernels.cpu.memory import HUGE_PAGE_BYTES
+from kernels.cpu.page_copy import PageCopies
 from tests.kernels.cpu.isas import SUPPORTED, library_of
 from tests.kernels.cpu.test_memory import resident_bytes
+from workers.decode.migration import kvcache_move
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
+from workers.errors import ModulesStayError
 
 LIBRARY = library_of(SUPPORTED[0])
 SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
 PAGES_OF_HUGE_PAGE = 256
-"""Pages of 8 KiB in a huge page."""
+"""Pages of a layer in a huge page."""
+PAGE_BYTES = 2 * HUGE_PAGE_BYTES // PAGES_OF_HUGE_PAGE
+"""Bytes of a page in both layers."""
 
 
 def begun(first_used: int = 0) -> tuple[DeviceKVCache, KVCacheMove]:
@@ -51,6 +57,35 @@ def test_all_pages_that_are_left_may_come_into_use() -> None:
     assert move.expected_bytes == 2 * 11 * HUGE_PAGE_BYTES
 
 
+def test_a_move_that_is_given_up_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, move = begun()
+    taken = list[torch.Tensor]()
+
+    def take(memory: torch.Tensor) -> None:
+        taken.append(memory)
+        move.give_up()
+
+    monkeypatch.setattr(kvcache_move, "populate", take)
+    with pytest.raises(ModulesStayError):
+        move.take_memory()
+    assert len(taken) == 1
+
+
+def test_a_move_that_is_given_up_copies_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache_move, "_COPIED_BYTES", 10 * PAGE_BYTES)
+    kv, move = begun()
+    copy = PageCopies.copy
+
+    def copy_some(copies: PageCopies, pages: Sequence[int]) -> None:
+        copy(copies, pages)
+        move.give_up()
+
+    monkeypatch.setattr(PageCopies, "copy", copy_some)
+    with pytest.raises(ModulesStayError):
+        move.copy(kv.used_pages())
+    assert move.copied_bytes == 10 * PAGE_BYTES
+
+
 def test_the_memory_before_is_kept_by_nothing_but_the_result() -> None:
     kv, move = begun()
     before = weakref.ref(kv.layer(0).untyped_storage())
@@ -61,7 +96,7 @@ def test_the_memory_before_is_kept_by_nothing_but_the_result() -> None:
     given_up.clear()
     is_kept.append(before() is not None)
     assert is_kept == [True, False]
-    assert move.copied_bytes == len(copied) * 2 * 8192
+    assert move.copied_bytes == len(copied) * PAGE_BYTES
     for page in copied:
         assert (kv.layer(0)[page] == page).all()
         assert (kv.layer(1)[page] == -page).all()

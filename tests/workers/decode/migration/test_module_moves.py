@@ -37,7 +37,7 @@ from tests.workers.modules_lab import (
 from tests.workers.prefill.test_cutting_in import Held
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
-from workers.decode.migration import rearranger
+from workers.decode.migration import kvcache_move, rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.weights import Weights
 from workers.errors import SessionLostError
@@ -369,6 +369,32 @@ async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
         assert await running == expected
         await pair.move(part if is_leaving else 0)
         assert await answers(pair, "again", 4) == expected
+
+
+async def test_an_owner_that_ends_waits_for_no_memory(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, given_up, give_up = threading.Event(), threading.Event(), KVCacheMove.give_up
+    taken = list[torch.Tensor]()
+
+    def take(memory: torch.Tensor) -> None:
+        taken.append(memory)
+        began.set()
+        given_up.wait(DEADLINE_S)
+
+    def note(move: KVCacheMove) -> None:
+        give_up(move)
+        given_up.set()
+
+    monkeypatch.setattr(kvcache_move, "populate", take)
+    monkeypatch.setattr(KVCacheMove, "give_up", note)
+    async with paired(start_decode_lab, tmp_path) as pair:
+        pair.order(1)
+        assert await asyncio.to_thread(began.wait, DEADLINE_S)
+        pair.lose_owner()
+        await pair.owner_has_gone()
+        assert given_up.is_set()
+        assert len(taken) == 1
 
 
 async def test_modules_and_passes_of_prompts_of_other_instances_wait_for_each_other(
