@@ -119,15 +119,17 @@ class KVCacheMove:
             self._after.write(pages, staged)
 
     def _check(self) -> None:
-        """Raise ModulesStayError if the move is given up."""
-        if self._is_given_up:
-            raise ModulesStayError("the move was given up")
+        """Raise ModulesStayError if the move is given up, or the helper is lost to which modules go."""
+        if self._is_given_up or (self._helped is not None and self._helped.owner.is_closed):
+            raise ModulesStayError("the helper was lost before the move was complete")
 
     def complete(self) -> list[torch.Tensor]:
         """Switch the cache to the new arrangement, and end the move. Returns the memory of the old one.
 
         To be called while nothing computes, when all used pages have been copied in their present state.
+        Raises ModulesStayError, with nothing changed, if the helper is lost to which modules go.
         """
+        self._check()
         del self._copies, self._staging  # which have the old memory too
         return self._kv.rearrange(self._layers, self._helped)
 

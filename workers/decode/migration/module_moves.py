@@ -192,8 +192,6 @@ class ModuleMoves:
         try:
             move = self._rearranger.begin(link.num_pages, link.helped)
             copied = await self._rearranger.pre_copy(move)
-            if link.is_lost:
-                raise ModulesStayError(f"{order.helper} was lost before the move was complete")
             await self._rearranger.switch(move, copied)
             await self._free_weights()
         except (ModulesStayError, TransferError) as error:

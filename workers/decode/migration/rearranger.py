@@ -121,7 +121,10 @@ class Rearranger:
         return move
 
     async def pre_copy(self, move: KVCacheMove) -> set[FullPage]:
-        """Copy full pages beside iterations, in rounds, until few are left. Returns the copied pages."""
+        """Copy full pages beside iterations, in rounds, until few are left. Returns the copied pages.
+
+        Raises ModulesStayError if the helper is lost to which modules go, and TransferError.
+        """
         copied, num_rounds = set[FullPage](), 0
         await self.beside(move.take_memory, move.give_up)
         loop = asyncio.get_running_loop()
@@ -145,7 +148,8 @@ class Rearranger:
     async def switch(self, move: KVCacheMove, copied: set[FullPage]) -> None:
         """Copy the other used pages between two iterations, and switch to the new arrangement there.
 
-        `copied` are pages of earlier copies: those that are still full are not copied again.
+        `copied` are pages of earlier copies: those that are still full are not copied again. Raises errors as
+        `pre_copy` does, and then iterations go on in the arrangement before.
         """
         async with self._transfers.paused():
             self.hold()

@@ -37,10 +37,12 @@ from tests.workers.modules_lab import (
 from tests.workers.prefill.test_cutting_in import Held
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
+from workers.decode.batch_loop import BatchLoop
 from workers.decode.migration import kvcache_move, rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.weights import Weights
 from workers.errors import SessionLostError
+from workers.modules.helper_link import HelperLink
 
 pytestmark = pytest.mark.cluster
 WISHES = (
@@ -206,6 +208,38 @@ async def test_a_session_ends_with_a_helper_on_another_host(
         await lose()
     assert ended.group_contains(SessionLostError, match="d1 is lost, and with it the KVCache of ")
     assert not ended.group_contains(TransferError)
+
+
+@REMOTE
+@PARTS
+async def test_a_helper_that_is_lost_before_the_switch_has_nothing_and_costs_nothing(
+    start_decode_lab: StartDecodeLab,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: Part,
+    *,
+    is_remote: bool,
+) -> None:
+    async with paired(start_decode_lab, tmp_path, is_remote=is_remote) as pair:
+        quiet, end, lost = BatchLoop.quiet, HelperLink._on_readable, asyncio.Event()
+
+        async def lose(loop: BatchLoop) -> None:
+            await quiet(loop)
+            await pair.lose_helper()
+            await lost.wait()
+
+        def note(link: HelperLink) -> None:
+            end(link)
+            lost.set()
+
+        with monkeypatch.context() as patches:
+            patches.setattr(BatchLoop, "quiet", lose)
+            patches.setattr(HelperLink, "_on_readable", note)
+            place = await pair.place(part)  # while no page is in use that would be copied
+        assert place.error == "the helper was lost before the move was complete"
+        assert not place.are_elsewhere
+        assert not pair.owner.executor.model.freed_layers
+        assert len(await tokens_of(pair.begin("later", 20, pair.owner).answer)) == 20
 
 
 async def beyond_own_pages(pair: Pair, part: Part) -> tuple[list[list[int]], list[Decoded]]:
