@@ -128,7 +128,7 @@ class ModulesHost:
             match _request(first):
                 case HostModules() as request:
                     try:
-                        async with self._lent(request) as lent:
+                        async with self._lent(request, is_remote=True) as lent:
                             await self._host_remote(sock, lent)
                     except (ModulesStayError, OSError) as error:
                         await connections.send(sock, HostingRefused(str(error)))
@@ -160,7 +160,7 @@ class ModulesHost:
                 await _end_of(sock, ended, pages_ended)
 
     @contextlib.asynccontextmanager
-    async def _lent(self, request: HostModules) -> AsyncIterator["_Lent"]:
+    async def _lent(self, request: HostModules, *, is_remote: bool = False) -> AsyncIterator["_Lent"]:
         """Make a context in which pages are lent, and the memory of modules is allocated."""
         num_pages = self._num_pages_for(request)
         part = shared_part(request, num_pages, self._model, self._kv)
@@ -168,7 +168,8 @@ class ModulesHost:
         lent = self._kv.lend(math.ceil(num_pages * share_of(request, self._model)))
         self._requests[request.owner] = request
         try:
-            self._check_memory(part.layout.size_bytes)
+            staged_bytes = part.layout.pages.staged_bytes if is_remote else 0
+            self._check_memory(part.layout.size_bytes + staged_bytes)
             await wait_to_end(asyncio.ensure_future(asyncio.to_thread(allocate, fd, part.layout.size_bytes)))
             log.info("%s of %s are here", request.what, request.owner)
             yield _Lent(request, part, num_pages, fd, part.layout.map(fd), self._model.library.be_guest)

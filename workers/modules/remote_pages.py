@@ -42,10 +42,19 @@ class PagesShape:
     dtype: torch.dtype
 
     @property
+    def _page_bytes(self) -> int:
+        """Bytes of a page with all its layers."""
+        return self.num_layers * torch.Size(self.layer_shape[1:]).numel() * self.dtype.itemsize
+
+    @property
     def pages_at_a_time(self) -> int:
         """The most pages, each with all its layers, that one message carries."""
-        page_bytes = self.num_layers * torch.Size(self.layer_shape[1:]).numel() * self.dtype.itemsize
-        return max(1, _STAGED_BYTES // page_bytes)
+        return max(1, _STAGED_BYTES // self._page_bytes)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that each end has for the blocks of a message."""
+        return self.pages_at_a_time * self._page_bytes
 
     def new_blocks(self, num_layers: int, num_pages: int) -> torch.Tensor:
         """Return new memory for blocks, `[num_layers, num_pages, num_heads, 2, page_size, head_dim]`."""

@@ -68,7 +68,8 @@ class KVCacheMove:
     @property
     def expected_bytes(self) -> int:
         """Bytes of this instance's own memory that the move is expected to take."""
-        return sum(end - start for start, end in self._expected_spans()) * len(self._own)
+        staged_bytes = 0 if self._staged is None else self._staged.nbytes
+        return sum(end - start for start, end in self._expected_spans()) * len(self._own) + staged_bytes
 
     def take_memory(self) -> None:
         """Have the operating system allocate the memory of pages that are expected to be in use. Blocking.

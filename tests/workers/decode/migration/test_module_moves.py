@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from workers.decode.migration import kvcache_move, rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.weights import Weights
 from workers.errors import SessionLostError
+from workers.modules import hosting
 from workers.modules.helper_link import HelperLink
 
 pytestmark = pytest.mark.cluster
@@ -403,6 +405,24 @@ async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
         assert await running == expected
         await pair.move(part if is_leaving else 0)
         assert await answers(pair, "again", 4) == expected
+
+
+@REMOTE
+@pytest.mark.parametrize("end", [rearranger, hosting], ids=["owner", "helper"])
+async def test_blocks_on_their_way_between_hosts_take_memory(
+    start_decode_lab: StartDecodeLab,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: ModuleType,
+    *,
+    is_remote: bool,
+) -> None:
+    async with paired(start_decode_lab, tmp_path, is_remote=is_remote) as pair:
+        monkeypatch.setattr(end, "available_bytes", lambda: 6 << 20)  # without the 8 MiB of blocks
+        place = await pair.place(1)
+        assert place.are_elsewhere is not is_remote
+        assert ("no memory" in place.error) is is_remote
+        await pair.move(0)
 
 
 async def test_an_owner_that_ends_waits_for_no_memory(
