@@ -57,12 +57,19 @@ def write_pass(
 
 
 def read_pass(ints: np.ndarray, number: int, page_size: int) -> HostedPass:
-    """Return the description that `write_pass` has written, as a copy. `number` is the pass's number."""
+    """Return the description that `write_pass` has written, as a copy. `number` is the pass's number.
+
+    Raises ValueError for lengths that are none, or for which `ints` has no room. The numbers of layers and
+    pages are not checked.
+    """
     num_sequences, _, first, end = ints[:_NUM_HEADER_INTS].tolist()
     lists = ints[_NUM_HEADER_INTS:].copy()
     query_lens = lists[:num_sequences].tolist()
     kv_lens = lists[num_sequences : 2 * num_sequences].tolist()
     nums_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
+    is_room = 0 < 2 * num_sequences + sum(nums_pages) <= len(lists)
+    if not is_room or any(not 1 <= new <= kv for new, kv in zip(query_lens, kv_lens, strict=True)):
+        raise ValueError(f"lengths of {num_sequences} sequences that no pass has")
     ends = np.cumsum(nums_pages)
     tables = np.split(lists[2 * num_sequences : 2 * num_sequences + sum(nums_pages)], ends[:-1])
     return HostedPass(number, range(first, end), query_lens, kv_lens, tables)
