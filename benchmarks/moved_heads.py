@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.engine import SMOLLM2
 from benchmarks.other_host import THERE, enter, other_host
-from kvstore.server.listeners import listen_tcp
+from messenger.transport.listeners import listen_tcp
 from mooncake.security.keys import ClusterKey
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.batch import Batch, Chunk

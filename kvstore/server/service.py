@@ -11,7 +11,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -24,20 +24,21 @@ from kvstore.protocol.answers import Attached, CallFailed, Connected, FromRemote
 from kvstore.protocol.calls import SPOKEN, Attach, Connect, ToPool
 from kvstore.protocol.packets import ServerConnection
 from kvstore.server.client_session import ClientSession, User
-from kvstore.server.listeners import accept, listen_clients, listen_tcp, listen_unix
 from kvstore.server.remote import serve_client
 from kvstore.server.store import Store, open_store
 from messenger.rdma.cards import Cards, open_cards
 from messenger.receiver.receiver import UnauthenticatedPeers, refuse_connection
 from messenger.transport import busy_poll
+from messenger.transport.listeners import accept, listen_tcp, listen_unix
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Traffic
 from messenger.wire import checksums
 from messenger.wire.identity import host_id
 from mooncake.config.sections import ANY_ENDPOINT, MessengerConfig
+from mooncake.config.settings import host_and_port
 from mooncake.endpoints import advertised, bracketed
-from mooncake.errors import MismatchError, MooncakeError, PoolError
+from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress
 from mooncake.node.process import Ready, child_main, report
@@ -320,6 +321,17 @@ def _reached_at(settings: MessengerConfig, listeners: Sequence[socket.socket]) -
     them."""
     ports = [listener.getsockname()[1] for listener in listeners]
     return list(zip(settings.hosts, ports if len(ports) > 1 else ports * len(settings.hosts), strict=True))
+
+
+@contextlib.contextmanager
+def listen_clients(address: str) -> Iterator[socket.socket]:
+    """Make a context with a socket for clients on other hosts, at `address` (host:port). Raises
+    ConfigError."""
+    try:
+        with listen_tcp(*host_and_port(address)) as listener:
+            yield listener
+    except ConfigError as error:
+        raise ConfigError(f"kvcache.listen: {error}") from error
 
 
 async def serve(config: MessengerProcess) -> None:

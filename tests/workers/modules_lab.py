@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-from kvstore.server.listeners import listen_tcp
+from messenger.transport.listeners import listen_tcp
 from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules, PreCopied, Prepared
 from mooncake.messages.requests import SamplingParams
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S

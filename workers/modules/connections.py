@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvstore.server.listeners import accept
+from messenger.transport.listeners import accept
 from mooncake.endpoints import preferred
 from mooncake.errors import TransferError
 from mooncake.security.greeting import MODULES, Challenge, Greeting, GreetingClient, GreetingServer, Proof

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from kvstore.client.worker_client import WorkerClient
-from kvstore.server.listeners import listen_tcp
+from messenger.transport.listeners import listen_tcp
 from mooncake.config.settings import host_and_port
 from mooncake.endpoints import bracketed
 from mooncake.errors import ModelError

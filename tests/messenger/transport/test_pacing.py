@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.server.listeners import listen_tcp
 from messenger.transport import pacing
+from messenger.transport.listeners import listen_tcp
 from messenger.transport.pacing import UNPACED, begin_unpaced, choose_by_peer, congestion_control_of
 
 

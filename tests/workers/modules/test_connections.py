@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from kvstore.server.listeners import listen_tcp
+from messenger.transport.listeners import listen_tcp
 from mooncake.errors import TransferError
 from mooncake.security.greeting import MODULES, POOL, Challenge, GreetingClient
 from mooncake.security.keys import ClusterKey

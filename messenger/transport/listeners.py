@@ -1,4 +1,4 @@
-"""The listening sockets of a messenger, and the acceptance of connections.
+"""Listening sockets of messengers and workers, and the acceptance of connections.
 
 Owns: listening sockets. Does not know: messages.
 """
@@ -13,7 +13,6 @@ import stat
 from collections.abc import Iterator
 
 from messenger.transport.pacing import begin_unpaced
-from mooncake.config.settings import host_and_port
 from mooncake.endpoints import preferred
 from mooncake.errors import ConfigError
 
@@ -94,14 +93,3 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
         yield listener
-
-
-@contextlib.contextmanager
-def listen_clients(address: str) -> Iterator[socket.socket]:
-    """Make a context with a socket for clients on other hosts, at `address` (host:port). Raises
-    ConfigError."""
-    try:
-        with listen_tcp(*host_and_port(address)) as listener:
-            yield listener
-    except ConfigError as error:
-        raise ConfigError(f"kvcache.listen: {error}") from error
