@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 
 HUGE_PAGE_BYTES = 2 << 20
 _ALLOCATED_BYTES = 16 * HUGE_PAGE_BYTES
@@ -69,21 +70,24 @@ class MappedFile:
         return bool(_libc.madvise(self._address + start, num_bytes, advice) == 0)
 
 
-def allocate(fd: int, size_bytes: int) -> None:
+def allocate(fd: int, size_bytes: int, is_given_up: Callable[[], bool] = lambda: False) -> None:
     """Allocate all memory of an empty file behind `fd`, in huge pages as far as the kernel allows.
 
-    Moving small pages into huge ones later takes 20 times as long. Raises OSError.
+    Moving small pages into huge ones later takes 20 times as long. The rest stays unallocated once
+    `is_given_up` returns true. Raises OSError.
     """
     os.ftruncate(fd, size_bytes)
-    mapping = MappedFile(fd, size_bytes)
-    end = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    for start in range(0, end, _ALLOCATED_BYTES):
-        num_bytes = min(_ALLOCATED_BYTES, end - start)
-        for page in range(start, start + num_bytes, HUGE_PAGE_BYTES):
-            os.posix_fallocate(fd, page, mmap.PAGESIZE)  # nothing becomes a huge page where nothing is
-        if not mapping.use_huge_pages(start, num_bytes):
-            break
-    os.posix_fallocate(fd, 0, size_bytes)
+    mapping, are_huge = MappedFile(fd, size_bytes), True
+    for start in range(0, size_bytes, _ALLOCATED_BYTES):
+        if is_given_up():
+            return
+        num_bytes = min(_ALLOCATED_BYTES, size_bytes - start)
+        huge_bytes = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if are_huge and huge_bytes:
+            for page in range(start, start + huge_bytes, HUGE_PAGE_BYTES):
+                os.posix_fallocate(fd, page, mmap.PAGESIZE)  # nothing becomes a huge page where nothing is
+            are_huge = mapping.use_huge_pages(start, huge_bytes)
+        os.posix_fallocate(fd, start, num_bytes)
 
 
 def _map_aligned(fd: int, size_bytes: int, protection: int) -> int:

@@ -13,6 +13,7 @@ import math
 import os
 import secrets
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -170,7 +171,9 @@ class ModulesHost:
         try:
             staged_bytes = part.layout.pages.staged_bytes if is_remote else 0
             self._check_memory(part.layout.size_bytes + staged_bytes)
-            await wait_to_end(asyncio.ensure_future(asyncio.to_thread(allocate, fd, part.layout.size_bytes)))
+            given_up = threading.Event()
+            allocating = asyncio.to_thread(allocate, fd, part.layout.size_bytes, given_up.is_set)
+            await wait_to_end(asyncio.ensure_future(allocating), given_up.set)
             log.info("%s of %s are here", request.what, request.owner)
             yield _Lent(request, part, num_pages, fd, part.layout.map(fd), self._model.library.be_guest)
         finally:

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.config.sections import KVCacheConfig
 from mooncake.errors import ConfigError
-from mooncake.node.mapping import HUGE_PAGE_BYTES
+from mooncake.node.mapping import HUGE_PAGE_BYTES, allocate
 from mooncake.node.segments import check_memory, create_segment
 
 SIZE = 4 << 20
@@ -61,6 +61,14 @@ def test_memory_is_allocated_from_its_first_byte_to_its_last(size_bytes: int) ->
     status = os.fstat(descriptor)
     assert (status.st_size, status.st_blocks * 512) == (size_bytes, size_bytes)
     assert os.pread(descriptor, size_bytes, 0) == bytes(size_bytes)
+    os.close(descriptor)
+
+
+def test_an_allocation_can_be_given_up() -> None:
+    descriptor, answers = os.memfd_create("given up"), iter([False, True])
+    allocate(descriptor, 40 * HUGE_PAGE_BYTES, lambda: next(answers))
+    status = os.fstat(descriptor)
+    assert (status.st_size, status.st_blocks * 512) == (40 * HUGE_PAGE_BYTES, 16 * HUGE_PAGE_BYTES)
     os.close(descriptor)
 
 

@@ -1,6 +1,10 @@
 """A helper's own requests, and memory, while it hosts modules of another instance."""
 
+import asyncio
 import re
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -144,3 +148,25 @@ async def test_modules_for_which_a_helper_has_no_memory_are_refused_with_the_sum
         assert (pair.host.num_hosted, kv.num_free_pages, kv.num_usable_pages) == ({}, NUM_PAGES, NUM_PAGES)
         monkeypatch.setattr(hosting, "available_bytes", lambda: None)  # nobody knows
         await pair.move(1)
+
+
+async def test_a_helper_that_ends_waits_for_no_memory(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, was_given_up = threading.Event(), list[bool]()
+
+    def allocate(_fd: int, _size_bytes: int, is_given_up: Callable[[], bool]) -> None:
+        began.set()
+        end_s = time.monotonic() + DEADLINE_S
+        while not is_given_up() and time.monotonic() < end_s:
+            pass
+        was_given_up.append(is_given_up())
+
+    async with paired(start_decode_lab, tmp_path) as pair:
+        monkeypatch.setattr(hosting, "allocate", allocate)
+        number = pair.order(1)
+        assert await asyncio.to_thread(began.wait, DEADLINE_S)
+        await pair.lose_helper()
+        assert was_given_up == [True]
+        assert not (await pair.ended(number)).are_elsewhere
+        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
