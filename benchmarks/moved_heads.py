@@ -21,6 +21,7 @@ import torch
 from benchmarks.engine import SMOLLM2
 from benchmarks.other_host import THERE, enter, other_host
 from messenger.transport.listeners import listen_tcp
+from mooncake.messages.migration import ModulesPart
 from mooncake.security.keys import ClusterKey
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.batch import Batch, Chunk
@@ -111,8 +112,7 @@ class Steps:
             LINK_VERSION,
             "owner",
             FINGERPRINT,
-            num_heads,
-            None,
+            ModulesPart(num_heads),
             kv.num_pages,
             kv.num_pages,
             num_sequences,

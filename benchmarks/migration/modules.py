@@ -32,7 +32,7 @@ from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.migration.rig import Instance, Rig, Stream, rig
 from benchmarks.servers import heeding_sigterm
 from benchmarks.tools.arguments import count
-from mooncake.messages.migration import LayerRange
+from mooncake.messages.migration import LayerRange, ModulesPart
 
 NUM_TOKENS = 60
 """Tokens of each stream in a measurement."""
@@ -175,8 +175,8 @@ async def run_heads(num_heads: int, batch: int, num_moves: int, *, two_hosts: bo
         bench = Bench(on, on.first)
         await bench.begin(batch)
         alone = await bench.rate()
-        move = functools.partial(on.place, bench.owner, num_heads=num_heads)
-        back = functools.partial(on.place, bench.owner)
+        move = functools.partial(on.place, bench.owner, ModulesPart(num_heads))
+        back = functools.partial(on.place, bench.owner, ModulesPart())
         found = await pauses(bench, move, back, num_moves, alone.tbt_s)
         num_others = await bench.num_with_other_tokens(3)
     print(f"{found}\n{OTHER_TOKENS}: {num_others}.")
@@ -188,8 +188,8 @@ async def run_layers(layers: LayerRange, batch: int, num_moves: int, *, two_host
     those of a stream that stays."""
     async with rig(2 * batch, two_hosts=two_hosts) as on:
         bench, beside = Bench(on, on.first), Bench(on, on.other(on.first))
-        move = functools.partial(on.place, bench.owner, layers)
-        back = functools.partial(on.place, bench.owner)
+        move = functools.partial(on.place, bench.owner, ModulesPart(layers=layers))
+        back = functools.partial(on.place, bench.owner, ModulesPart())
         progress("one instance")
         await bench.begin(batch)
         before = await bench.rate()

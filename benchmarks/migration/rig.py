@@ -34,7 +34,7 @@ from mooncake.messages.migration import (
     FromMigration,
     HandedOver,
     HandOver,
-    LayerRange,
+    ModulesPart,
     ModulesPlace,
     PlaceModules,
     PreCopied,
@@ -258,15 +258,13 @@ class Rig:
         stream.at = destination
         await self._tell(destination, Reserve(stream.ref, request, inline=True))
 
-    async def place(
-        self, owner: Instance, layers: LayerRange | None = None, num_heads: int = 0
-    ) -> ModulesPlace:
-        """Move layers or KV heads of an instance to the other one; without either, all of them back. Returns
-        when the instance has reported that."""
+    async def place(self, owner: Instance, part: ModulesPart) -> ModulesPlace:
+        """Move a part of an instance to the other one; nothing: all of it back. Returns when the instance has
+        reported that."""
         self._num_orders += 1
         helper = self.other(owner).register
         address = helper.modules.endpoint or helper.modules.socket
-        order = PlaceModules(1, self._num_orders, helper.instance, address, num_heads, layers)
+        order = PlaceModules(1, self._num_orders, helper.instance, address, part)
         await self._tell(owner, order)
         async with asyncio.timeout(DEADLINE_S):
             while owner.place.number != order.number or owner.place.is_moving:

@@ -23,7 +23,7 @@ from benchmarks.migration.modules import percentile
 from benchmarks.migration.rig import NAMES, Instance, Rig, rig
 from benchmarks.servers import heeding_sigterm
 from benchmarks.tools.arguments import count
-from mooncake.messages.migration import LayerRange
+from mooncake.messages.migration import LayerRange, ModulesPart
 
 NUM_CLIENTS, PROMPT, OUTPUT = 48, 64, 192
 NUM_TOKENS = NUM_CLIENTS * (PROMPT + OUTPUT // 2)
@@ -92,9 +92,9 @@ async def run(layers: LayerRange | None, num_heads: int, seconds: int, *, two_ho
                 progress(f"alone, round {number + 1} of 2")
                 found["alone"].append(await load.measure(seconds))
                 progress(f"with a helper, round {number + 1} of 2")
-                await on.place(owner, layers, num_heads)
+                await on.place(owner, ModulesPart(num_heads, layers))
                 found["with a helper"].append(await load.measure(seconds))
-                await on.place(owner)
+                await on.place(owner, ModulesPart())
         finally:
             asking.cancel()
             await asyncio.wait([asking])

@@ -30,7 +30,7 @@ from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests
 from conductor.settings import PolicySettings
 from mooncake.messages.costs import prefill_quantities
-from mooncake.messages.migration import LayerRange
+from mooncake.messages.migration import LayerRange, ModulesPart
 from mooncake.messages.workers import InstanceState
 
 RULES = (relieve, keep_headroom, defragment)
@@ -194,12 +194,12 @@ class Elasticity:
             return []
         num_layers = owner.registration.layout.num_layers
         layers = LayerRange(num_layers - move.num, num_layers) if move.kind is Kind.LAYERS else None
-        num_heads = move.num if move.kind is Kind.HEADS else 0
-        if self._modules.why_not(owner, helper, num_heads, layers):
+        part = ModulesPart(move.num if move.kind is Kind.HEADS else 0, layers)
+        if self._modules.why_not(owner, helper, part):
             return []
         if move.kind is not None:
             self._given_s[move.owner] = now_s
-        return self._modules.order(owner, helper, num_heads, layers)
+        return self._modules.order(owner, helper, part)
 
     def _state(self, now_s: float) -> State:
         tbt_slo_s = self._requests.strictest_tbt_slo_s or self._requests.limits.tbt_slo_s

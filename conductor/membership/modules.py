@@ -11,8 +11,10 @@ from conductor.effects import Effect
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.heartbeats import Heartbeat
-from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules
+from mooncake.messages.migration import ModulesPart, ModulesPlace, PlaceModules
 from mooncake.messages.workers import InstanceState, Role
+
+_ALL_BACK = ModulesPart()
 
 
 class Modules:
@@ -22,24 +24,22 @@ class Modules:
         self._epoch, self._instances = epoch, instances
         self._numbers = itertools.count(1)
 
-    def why_not(
-        self, owner: Instance, helper: Instance, num_heads: int = 0, layers: LayerRange | None = None
-    ) -> str:
-        """Return why `layers`, or the last `num_heads` KV heads, cannot move to a helper; empty if they can.
+    def why_not(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> str:
+        """Return why a part cannot move to a helper; empty if it can.
 
-        Without either: return why the modules at the helper cannot move back.
+        With nothing: return why the modules at the helper cannot move back.
         """
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
         place = place_of(owner)
         if place.is_moving:
             return f"{where(owner)} already"
-        if num_heads == 0 and layers is None:
+        if not part:
             return "" if place.helper == helper.name else f"nothing of {owner.name} is at {helper.name}"
         if place.helper:
             back = f"mooncake-serve migrate {owner.name} {place.helper} --back"
             return f"{where(owner)}; take them back first (`{back}`)"
-        kind = "KV heads" if layers is None else "layers"
+        kind = part.kind
         for instance in (owner, helper):
             if (reason := instance.registration.modules.why_not) != "":
                 return f"{kind} neither leave nor come to {instance.name}: {reason}"
@@ -47,7 +47,7 @@ class Modules:
                 return f"{instance.name} is {instance.state.value}"
             if instance.role is Role.PREFILL:
                 return f"{instance.name} prefills; {kind} move between instances that decode"
-        if reason := _why_too_many(owner.registration.layout, num_heads, layers):
+        if reason := _why_too_many(owner.registration.layout, part):
             return reason
         if not _address_of(owner, helper):
             return (
@@ -60,15 +60,13 @@ class Modules:
             return f"{owner.name} has KV heads or layers of {', '.join(owners)} itself"
         return ""
 
-    def order(
-        self, owner: Instance, helper: Instance, num_heads: int = 0, layers: LayerRange | None = None
-    ) -> list[Effect]:
-        """Return the order that moves `layers`, or the last `num_heads` KV heads, to a helper.
+    def order(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> list[Effect]:
+        """Return the order that moves a part to a helper.
 
-        Without either, the order moves all modules back. `why_not` must have returned an empty text.
+        With nothing, the order moves all modules back. `why_not` must have returned an empty text.
         """
         address = _address_of(owner, helper)
-        order = PlaceModules(self._epoch, next(self._numbers), helper.name, address, num_heads, layers)
+        order = PlaceModules(self._epoch, next(self._numbers), helper.name, address, part)
         owner.modules_order = order
         return [Effect(owner.identity, order)]
 
@@ -126,7 +124,7 @@ def place_of(instance: Instance) -> ModulesPlace:
     order, place = instance.modules_order, instance.modules
     if order is None:
         return place
-    return ModulesPlace(helper=place.helper, num_heads=place.num_heads, layers=place.layers, is_moving=True)
+    return ModulesPlace(helper=place.helper, part=place.part, is_moving=True)
 
 
 def where(instance: Instance) -> str:
@@ -134,17 +132,17 @@ def where(instance: Instance) -> str:
     place = place_of(instance)
     if place.is_moving:
         return f"KV heads or layers of {instance.name} are moving"
-    return f"{place.what} of {instance.name} are at {place.helper}"
+    return f"{place.part.what} of {instance.name} are at {place.helper}"
 
 
-def _why_too_many(layout: KVLayout, num_heads: int, layers: LayerRange | None) -> str:
-    if layers is None:
+def _why_too_many(layout: KVLayout, part: ModulesPart) -> str:
+    if part.layers is None:
         num = layout.num_kv_heads
-        is_refused = num_heads >= num
+        is_refused = part.num_heads >= num
         return (
             f"the model has {num} KV heads, of which at most {num - 1} can be elsewhere" if is_refused else ""
         )
-    num = layout.num_layers
+    num, layers = layout.num_layers, part.layers
     if layers.stop > num or layers.count == num:
         return f"the model has layers 0:{num}, of which at least one stays; {layers} cannot be elsewhere"
     return ""

@@ -56,8 +56,8 @@ class Operators:
         helper = self._instances.get(order.helper)
         if helper is None:
             return self._instances.why_unknown(order.helper), []
-        refusal = self._modules.why_not(owner, helper, order.num_heads, order.layers)
-        return refusal, [] if refusal else self._modules.order(owner, helper, order.num_heads, order.layers)
+        refusal = self._modules.why_not(owner, helper, order.part)
+        return refusal, [] if refusal else self._modules.order(owner, helper, order.part)
 
     def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
         if isinstance(order, ChangeRole):

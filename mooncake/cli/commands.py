@@ -25,7 +25,7 @@ from mooncake.cli.profiling import ProfileError, profile
 from mooncake.config.flags import add_flags, given_flags
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError, MooncakeError
-from mooncake.messages.migration import LayerRange
+from mooncake.messages.migration import LayerRange, ModulesPart
 from mooncake.messages.workers import Role
 from mooncake.node.supervisor import supervise
 from mooncake.security.api_keys import LIMITS, add_api_key
@@ -81,8 +81,8 @@ def _operate(options: argparse.Namespace) -> int:
     _check_no_configuration(options, "INSTANCE and what its --help shows alone")
     client = operating.AdminClient(options.url, operating.read_key(options.key_file))
     if options.command == "migrate":
-        wanted = 0 if options.back else options.layers or options.heads
-        return operating.migrate(client, options.instance_name, options.helper_name, wanted)
+        part = ModulesPart(options.heads, options.layers)
+        return operating.migrate(client, options.instance_name, options.helper_name, part)
     if options.command == "drain":
         return operating.drain(client, options.instance_name, force=options.force)
     return operating.change_role(client, options.instance_name, Role(options.new_role), force=options.force)
@@ -188,7 +188,7 @@ def _add_operating(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument("helper_name", metavar="HELPER", help="the instance that helps")
         wanted = command.add_mutually_exclusive_group(required=True)
         wanted.add_argument(
-            "--heads", type=_count, metavar="N", help="so many KV heads of each layer go there"
+            "--heads", type=_count, default=0, metavar="N", help="so many KV heads of each layer go there"
         )
         wanted.add_argument(
             "--layers", type=_layers, metavar="START:STOP", help="these layers go there, such as 10:20"

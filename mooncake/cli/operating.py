@@ -19,7 +19,7 @@ import msgspec
 from mooncake.cli.command_line import INTERRUPTED
 from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError, MooncakeError
-from mooncake.messages.migration import LayerRange
+from mooncake.messages.migration import ModulesPart
 from mooncake.messages.operators import InstanceStatus
 from mooncake.messages.workers import InstanceState, Role
 
@@ -88,17 +88,16 @@ class AdminClient:
         """
         self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
 
-    def move(self, name: str, helper: str, wanted: int | LayerRange) -> None:
-        """Order an instance to move the layers `wanted`, or that number of KV heads, to a helper; 0 moves all
-        back.
+    def move(self, name: str, helper: str, part: ModulesPart) -> None:
+        """Order an instance to move a part of it to a helper; a part without anything moves all back.
 
         Raises MooncakeError.
         """
         path = f"/instances/{quote(name, safe='')}"
-        if isinstance(wanted, LayerRange):
-            self._ask("POST", f"{path}/layers", to=helper, layers=str(wanted))
+        if part.layers is not None:
+            self._ask("POST", f"{path}/layers", to=helper, layers=str(part.layers))
         else:
-            self._ask("POST", f"{path}/heads", to=helper, num=wanted)
+            self._ask("POST", f"{path}/heads", to=helper, num=part.num_heads)
 
     def _ask(self, method: str, path: str, **parameters: str | bool | int) -> httpx.Response:
         try:
@@ -174,13 +173,12 @@ def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> i
     return _wait(client, name, order, end_of, goes_on)
 
 
-def migrate(client: AdminClient, name: str, helper: str, wanted: int | LayerRange) -> int:
-    """Move layers, or a number of KV heads, of an instance to a helper (0: all back), and wait for the end of
-    the move.
+def migrate(client: AdminClient, name: str, helper: str, part: ModulesPart) -> int:
+    """Move a part of an instance to a helper (a part without anything: all back), and wait for the end of the
+    move.
 
     Returns the exit code. Raises MooncakeError.
     """
-    num_heads, layers = (0, wanted) if isinstance(wanted, LayerRange) else (wanted, None)
 
     def end_of(status: InstanceStatus | None) -> str | None:
         if status is None:
@@ -188,17 +186,17 @@ def migrate(client: AdminClient, name: str, helper: str, wanted: int | LayerRang
         place = status.modules
         if place.is_moving:
             return None
-        if (place.num_heads, place.layers, place.helper) != (num_heads, layers, helper if wanted else ""):
+        if (place.part, place.helper) != (part, helper if part else ""):
             raise MooncakeError(place.error or f"another order has been given for {name}")
         pages = f"{name} has {status.num_device_pages} pages"
-        if not wanted:
+        if not part:
             return f"all KV heads and layers of {name} are there; {pages}"
-        return f"{place.what} of {name} {'is' if num_heads == 1 else 'are'} at {helper}; {pages}"
+        return f"{part.what} of {name} {'is' if part.num_heads == 1 else 'are'} at {helper}; {pages}"
 
     def shown(status: InstanceStatus) -> tuple[str, str]:
         return f"KV heads or layers of {name} move", f"{status.num_requests} requests go on"
 
-    order = partial(client.move, name, helper, wanted)
+    order = partial(client.move, name, helper, part)
     return _wait(client, name, order, end_of, "the move goes on", shown)
 
 

@@ -166,8 +166,8 @@ def _modules(reports: Iterable[InstanceReport]) -> list[Family]:
     for instance, _, heartbeat in reports:
         name, place, totals = labels(instance=instance), heartbeat.modules, heartbeat.moves
         away = f"{name},{labels(helper=place.helper)}"
-        heads.add(away, place.num_heads)
-        layers.add(away, 0 if place.layers is None else place.layers.count)
+        heads.add(away, place.part.num_heads)
+        layers.add(away, 0 if place.part.layers is None else place.part.layers.count)
         for outcome in MOVE_OUTCOMES:
             moves.add(f'{name},outcome="{outcome}"', totals.num_moves.get(outcome, 0))
         copied.add(name, totals.copied_bytes)

@@ -162,6 +162,30 @@ class LayerRange(msgspec.Struct, frozen=True):
         return f"{self.start}:{self.stop}"
 
 
+class ModulesPart(msgspec.Struct, frozen=True):
+    """A part of a model that a helper can have: `layers`, or the last `num_heads` KV heads of all layers;
+    without either, nothing."""
+
+    num_heads: Count = 0
+    layers: LayerRange | None = None
+
+    def __bool__(self) -> bool:
+        return self != _NOTHING
+
+    @property
+    def what(self) -> str:
+        """The part as text."""
+        return f"{self.num_heads} of the KV heads" if self.layers is None else f"layers {self.layers}"
+
+    @property
+    def kind(self) -> str:
+        """The kind of modules that the part has, as text."""
+        return "KV heads" if self.layers is None else "layers"
+
+
+_NOTHING = ModulesPart()
+
+
 class ModulesSupport(msgspec.Struct, frozen=True):
     """The ability of an instance to have modules at a helper, and to be a helper."""
 
@@ -180,10 +204,8 @@ class ModulesPlace(msgspec.Struct, frozen=True):
     number: Count = 0
     """The number of the latest order; it was given by the Conductor of this `epoch`."""
     helper: str = ""
-    """The instance that has, or is getting, `layers` or the last `num_heads` KV heads of all layers; empty
-    for none."""
-    num_heads: Count = 0
-    layers: LayerRange | None = None
+    """The instance that has, or is getting, `part`; empty for none."""
+    part: ModulesPart = ModulesPart()
     is_moving: bool = False
     """Whether the order is being carried out, or modules return because the helper is lost."""
     error: str = ""
@@ -193,19 +215,13 @@ class ModulesPlace(msgspec.Struct, frozen=True):
     """The present number of the instance's device pages; None: the registered number."""
 
     @property
-    def what(self) -> str:
-        """The part of the model that is at a helper, as text."""
-        return f"{self.num_heads} of the KV heads" if self.layers is None else f"layers {self.layers}"
-
-    @property
     def are_elsewhere(self) -> bool:
         """Whether modules are at a helper, or moving there."""
         return self.helper != "" or self.is_moving
 
 
 class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
-    """Order to a decode instance: move `layers`, or the last `num_heads` KV heads, to a helper; without
-    either, move all back.
+    """Order to a decode instance: move `part` to a helper; nothing: move all back.
 
     `ModulesPlace` with this number reports the result.
     """
@@ -215,8 +231,7 @@ class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
     helper: str = ""
     address: str = ""
     """The address at which the helper listens: a Unix socket's path, on another host a TCP endpoint."""
-    num_heads: Count = 0
-    layers: LayerRange | None = None
+    part: ModulesPart = ModulesPart()
 
 
 MOVE_OUTCOMES = ("moved", "back", "slow", "lost", "refused")

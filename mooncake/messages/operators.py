@@ -8,7 +8,7 @@ Owns: this vocabulary. Does not know: who may order, how an instance drains.
 
 import msgspec
 
-from mooncake.messages.migration import LayerRange, ModulesPlace
+from mooncake.messages.migration import ModulesPart, ModulesPlace
 from mooncake.messages.quantities import Count, Seconds
 from mooncake.messages.workers import InstanceState, Role
 
@@ -62,14 +62,13 @@ class Migrate(msgspec.Struct, tag=True, frozen=True):
 
 
 class MoveModules(msgspec.Struct, tag=True, frozen=True):
-    """Order of an operator to move `layers`, or the last `num_heads` KV heads, of an instance to a helper;
-    without either, to move all back. Answered by `Ordered`."""
+    """Order of an operator to move `part` of an instance to a helper; nothing: to move all back. Answered by
+    `Ordered`."""
 
     order: Count
     instance: str
     helper: str
-    num_heads: Count = 0
-    layers: LayerRange | None = None
+    part: ModulesPart = ModulesPart()
 
 
 # -- Conductor -> front -----------------------------------------------------------------------------

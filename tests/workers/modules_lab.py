@@ -10,7 +10,14 @@ from pathlib import Path
 import transformers
 
 from messenger.transport.listeners import listen_tcp
-from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules, PreCopied, Prepared
+from mooncake.messages.migration import (
+    LayerRange,
+    ModulesPart,
+    ModulesPlace,
+    PlaceModules,
+    PreCopied,
+    Prepared,
+)
 from mooncake.messages.requests import SamplingParams
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.tiny_models import tiny_model
@@ -30,9 +37,8 @@ Part = int | LayerRange
 """Some layers, or so many KV heads; 0: nothing."""
 
 
-def fields(part: Part) -> tuple[int, LayerRange | None]:
-    """The number of heads and the layers of an order."""
-    return (part, None) if isinstance(part, int) else (0, part)
+def part_of(part: Part) -> ModulesPart:
+    return ModulesPart(part) if isinstance(part, int) else ModulesPart(layers=part)
 
 
 def wide_model() -> transformers.PreTrainedModel:
@@ -74,7 +80,7 @@ class Pair:
 
     def order(self, part: Part) -> int:
         number = next(self.numbers)
-        self.owner.decode.place_modules(PlaceModules(1, number, "d1", self.path, *fields(part)))
+        self.owner.decode.place_modules(PlaceModules(1, number, "d1", self.path, part_of(part)))
         return number
 
     async def ended(self, number: int) -> ModulesPlace:
@@ -88,7 +94,7 @@ class Pair:
 
     async def move(self, part: Part) -> None:
         place = await self.place(part)
-        assert (place.error, place.num_heads, place.layers) == ("", *fields(part))
+        assert (place.error, place.part) == ("", part_of(part))
 
     async def lose_helper(self) -> None:
         """As if its process ended."""

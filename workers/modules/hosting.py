@@ -86,7 +86,7 @@ class ModulesHost:
     @property
     def num_hosted(self) -> dict[str, Count]:
         """The number of hosted heads of each owner, by name; 0 for an owner whose layers are hosted."""
-        return {owner: request.num_heads for owner, request in self._requests.items()}
+        return {owner: request.part.num_heads for owner, request in self._requests.items()}
 
     async def run(self) -> None:
         """Listen until cancelled. When this returns, no hosting is left and no page is lent."""
@@ -174,13 +174,13 @@ class ModulesHost:
             given_up = threading.Event()
             allocating = asyncio.to_thread(allocate, fd, part.layout.size_bytes, given_up.is_set)
             await wait_to_end(asyncio.ensure_future(allocating), given_up.set)
-            log.info("%s of %s are here", request.what, request.owner)
+            log.info("%s of %s are here", request.part.what, request.owner)
             yield _Lent(request, part, num_pages, fd, part.layout.map(fd), self._model.library.be_guest)
         finally:
             os.close(fd)
             del self._requests[request.owner]
             self._kv.end_loan(lent)
-            log.info("%s of %s are gone", request.what, request.owner)
+            log.info("%s of %s are gone", request.part.what, request.owner)
 
     def _num_pages_for(self, request: HostModules) -> int:
         """Return how many pages can be hosted. Raises ModulesStayError."""
@@ -191,7 +191,7 @@ class ModulesHost:
             raise ModulesStayError(f"heads or layers of {self._name} are elsewhere themselves")
         if request.owner in self._requests:
             raise ModulesStayError(
-                f"{self._requests[request.owner].what} of {request.owner} are at {self._name} already"
+                f"{self._requests[request.owner].part.what} of {request.owner} are at {self._name} already"
             )
         kv = self._kv
         num_kept, num_longest = round(KEPT_SHARE * kv.num_usable_pages), self._most_pages()
@@ -199,7 +199,7 @@ class ModulesHost:
         num_pages = math.floor(num_lendable / share)
         if num_pages < request.least_pages:
             raise ModulesStayError(
-                f"{self._name} has no room: {request.what} in {request.least_pages} pages take "
+                f"{self._name} has no room: {request.part.what} in {request.least_pages} pages take "
                 f"{math.ceil(request.least_pages * share)} of its pages, and it can lend"
                 f" {num_lendable} ({kv.num_free_pages} of {kv.num_usable_pages} are free,"
                 f" {num_kept} stay free for its requests, the longest of which may need {num_longest})"

@@ -15,19 +15,18 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from mooncake.messages.migration import LayerRange
-from mooncake.messages.quantities import Count, PositiveCount
+from mooncake.messages.migration import ModulesPart
+from mooncake.messages.quantities import PositiveCount
 from mooncake.node.mapping import HUGE_PAGE_BYTES, MappedFile
 from workers.modules.remote_pages import PagesShape
 
-LINK_VERSION = 3
+LINK_VERSION = 4
 """The version of these messages, of the layout of the memory, and of the exchange in it."""
 LONGEST_MESSAGE_BYTES = 1 << 16
 
 
 class HostModules(msgspec.Struct, tag="HostHeads", frozen=True):
-    """Host all heads of `layers`, or the last `num_heads` KV heads of all layers. Answered by `Hosting` or
-    `HostingRefused`.
+    """Host a part of the model. Answered by `Hosting` or `HostingRefused`.
 
     The helper must have memory for at least `least_pages` pages of these modules, and should have it for
     `wanted_pages`. A pass has at most `most_tokens` new tokens and `most_sequences` sequences.
@@ -36,17 +35,11 @@ class HostModules(msgspec.Struct, tag="HostHeads", frozen=True):
     version: int
     owner: str
     fingerprint: str
-    num_heads: Count
-    layers: LayerRange | None
+    part: ModulesPart
     least_pages: PositiveCount
     wanted_pages: PositiveCount
     most_tokens: PositiveCount
     most_sequences: PositiveCount
-
-    @property
-    def what(self) -> str:
-        """The part of the model that is to be hosted, for people."""
-        return f"{self.num_heads} of the KV heads" if self.layers is None else f"layers {self.layers}"
 
 
 class Hosting(msgspec.Struct, tag=True, frozen=True):

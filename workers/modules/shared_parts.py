@@ -46,7 +46,7 @@ class SharedPart(Protocol):
 
 def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
     """Return the part that a request names."""
-    if request.layers is None:
+    if request.part.layers is None:
         return _Heads(request, num_pages, model, kv)
     return _Layers(request, num_pages, model, kv)
 
@@ -54,20 +54,20 @@ def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: D
 def share_of(request: HostModules, model: DecoderModel) -> Fraction:
     """Return the fraction of a page that the part takes. Raises ModulesStayError for a part that the model
     does not have."""
-    spec = model.spec
-    if request.layers is not None:
-        if request.layers.stop > spec.num_layers or request.layers.count == spec.num_layers:
+    spec, part = model.spec, request.part
+    if part.layers is not None:
+        if part.layers.stop > spec.num_layers or part.layers.count == spec.num_layers:
             raise ModulesStayError(f"the model has {spec.num_layers} layers")
-        return Fraction(request.layers.count, spec.num_layers)
-    if not 0 < request.num_heads < spec.num_kv_heads:
+        return Fraction(part.layers.count, spec.num_layers)
+    if not 0 < part.num_heads < spec.num_kv_heads:
         raise ModulesStayError(f"the model has {spec.num_kv_heads} KV heads")
-    return Fraction(request.num_heads, spec.num_kv_heads)
+    return Fraction(part.num_heads, spec.num_kv_heads)
 
 
 class _Heads:
     def __init__(self, request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
         self._model, self._kv = model, kv
-        heads = model.heads.last(request.num_heads)
+        heads = model.heads.last(request.part.num_heads)
         self._shape = MailboxShape(request.most_tokens, request.most_sequences, num_pages, heads, kv.dtype)
         layer_shape = (num_pages, heads.num_kv_heads, 2, kv.page_size, heads.head_dim)
         self.layout = MemoryLayout(self._shape.size_bytes, layer_shape, len(kv.layers), kv.dtype)
@@ -96,9 +96,10 @@ class _HostedHeads:
 
 class _Layers:
     def __init__(self, request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
-        assert request.layers is not None
+        layers = request.part.layers
+        assert layers is not None
         self._model, self._kv = model, kv
-        self._layers, self._num_pages = range(request.layers.start, request.layers.stop), num_pages
+        self._layers, self._num_pages = range(layers.start, layers.stop), num_pages
         self._shape = LayersShape(
             request.most_tokens, request.most_sequences, num_pages, model.spec.hidden_size, kv.dtype
         )

@@ -19,7 +19,7 @@ from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.shared import FrontState
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import RequestError
-from mooncake.messages.migration import LAYERS_PATTERN, LayerRange
+from mooncake.messages.migration import LAYERS_PATTERN, LayerRange, ModulesPart
 from mooncake.messages.operators import (
     ChangeRole,
     Drain,
@@ -84,7 +84,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
 
     @router.post("/instances/{name}/heads")
     async def heads(name: str, to: str, num: Annotated[int, Query(ge=0, le=MOST_HEADS)]) -> Response:
-        return await moved(lambda number: MoveModules(number, name, to, num))
+        return await moved(lambda number: MoveModules(number, name, to, ModulesPart(num)))
 
     @router.post("/instances/{name}/layers")
     async def layers(
@@ -94,7 +94,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
             wanted = LayerRange.parse(shortened(layers))
         except ValueError as error:
             raise RequestError(str(error), param="layers") from None
-        return await moved(lambda number: MoveModules(number, name, to, layers=wanted))
+        return await moved(lambda number: MoveModules(number, name, to, ModulesPart(layers=wanted)))
 
     async def moved(order: Callable[[int], MoveModules]) -> Response:
         if link.cluster is not None and link.cluster.version < MODULES_SINCE:

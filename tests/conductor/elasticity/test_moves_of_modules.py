@@ -13,7 +13,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FrontHello, Submit
 from mooncake.messages.heartbeats import DecodeStats, Heartbeat
-from mooncake.messages.migration import ModulesPlace, ModulesSupport, PlaceModules
+from mooncake.messages.migration import ModulesPart, ModulesPlace, ModulesSupport, PlaceModules
 from mooncake.messages.operators import MoveModules
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.requests import Request, SamplingParams
@@ -70,10 +70,8 @@ class Cluster:
                 self.tell(effect.peer, Prefilled(message.ref, 5, 0))
             elif isinstance(message, PlaceModules):
                 self.orders.append((name, message))
-                self.places[name] = ModulesPlace(
-                    message.epoch, message.number, message.helper, message.num_heads, message.layers
-                )
-                if message.num_heads == 0 and message.layers is None:
+                self.places[name] = ModulesPlace(message.epoch, message.number, message.helper, message.part)
+                if not message.part:
                     self.places[name] = ModulesPlace(message.epoch, message.number)
 
     def submit(self) -> None:
@@ -109,16 +107,19 @@ def test_layers_of_a_busy_instance_go_to_an_idle_one_once() -> None:
     cluster.pass_seconds(60, d0=BUSY)
     [(owner, order)] = cluster.orders
     assert (owner, order.helper in ("d1", "d2")) == ("d0", True)
-    assert order.layers is not None
-    assert order.layers.stop == 30
-    assert 8 <= order.layers.count <= 15
+    assert order.part.layers is not None
+    assert order.part.layers.stop == 30
+    assert 8 <= order.part.layers.count <= 15
 
 
 def test_layers_come_back_when_the_load_is_even_and_do_not_leave_at_once_again() -> None:
     cluster = Cluster()
     cluster.pass_seconds(40, d0=BUSY)
     cluster.pass_seconds(40)
-    assert [(owner, order.layers is None) for owner, order in cluster.orders] == [("d0", False), ("d0", True)]
+    assert [(owner, order.part.layers is None) for owner, order in cluster.orders] == [
+        ("d0", False),
+        ("d0", True),
+    ]
     since_s = cluster.now_s
     while len(cluster.orders) == 2:
         cluster.pass_seconds(1, d0=BUSY)
@@ -149,7 +150,7 @@ def test_nothing_moves_where_it_is_off_or_between_hosts_or_without_support(clust
 
 def test_an_instance_with_modules_elsewhere_keeps_its_role() -> None:
     cluster = Cluster()
-    cluster.tell(FRONT, MoveModules(1, "d0", "d1", 1))
+    cluster.tell(FRONT, MoveModules(1, "d0", "d1", ModulesPart(1)))
     cluster.pass_seconds(2)
     survey = cluster.conductor.elasticity._survey
     assert survey._changeable() == {"d2"}
@@ -157,7 +158,7 @@ def test_an_instance_with_modules_elsewhere_keeps_its_role() -> None:
 
 def test_no_module_moves_while_a_role_changes_or_an_order_is_carried_out() -> None:
     cluster = Cluster()
-    cluster.tell(FRONT, MoveModules(1, "d1", "d2", 1))
-    cluster.places["d1"] = ModulesPlace(EPOCH, 1, "d2", 1, is_moving=True)
+    cluster.tell(FRONT, MoveModules(1, "d1", "d2", ModulesPart(1)))
+    cluster.places["d1"] = ModulesPlace(EPOCH, 1, "d2", ModulesPart(1), is_moving=True)
     cluster.pass_seconds(40, d0=BUSY)
     assert [owner for owner, _ in cluster.orders] == ["d1"]

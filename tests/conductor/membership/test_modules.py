@@ -11,7 +11,7 @@ from conductor.policy import Conductor
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.fronts import ClusterState
-from mooncake.messages.migration import LayerRange, ModulesPlace, ModulesSupport, PlaceModules
+from mooncake.messages.migration import LayerRange, ModulesPart, ModulesPlace, ModulesSupport, PlaceModules
 from mooncake.messages.operators import ChangeRole, Drain, MoveModules, Ordered
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.workers import Register, Retire, Retired, Role
@@ -47,8 +47,8 @@ def conductor() -> Conductor:
 def order(
     conductor: Conductor, owner: str, helper: str, part: int | LayerRange
 ) -> tuple[Ordered, list[PlaceModules]]:
-    num_heads, layers = (part, None) if isinstance(part, int) else (0, part)
-    effects = conductor.handle(FRONT, MoveModules(1, owner, helper, num_heads, layers), 1.0)
+    wanted = ModulesPart(part) if isinstance(part, int) else ModulesPart(layers=part)
+    effects = conductor.handle(FRONT, MoveModules(1, owner, helper, wanted), 1.0)
     orders = [effect.message for effect in effects if isinstance(effect.message, PlaceModules)]
     [answer] = [effect.message for effect in effects if isinstance(effect.message, Ordered)]
     return answer, orders
@@ -60,14 +60,14 @@ def tell(conductor: Conductor, identity: bytes, place: ModulesPlace) -> None:
 
 def test_an_order_is_passed_on_and_modules_move_until_a_heartbeat_names_it(conductor: Conductor) -> None:
     answer, [placed] = order(conductor, "a", "b", 1)
-    assert placed == PlaceModules(EPOCH, 1, "b", "/run/b", 1)
+    assert placed == PlaceModules(EPOCH, 1, "b", "/run/b", ModulesPart(1))
     assert answer.status is not None
     assert (answer.refusal, answer.status.modules.is_moving) == ("", True)
     tell(conductor, A, ModulesPlace())  # sent before the order came
     assert order(conductor, "a", "c", 1)[0].refusal == "KV heads or layers of a are moving already"
-    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 1, num_device_pages=133))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", ModulesPart(1), num_device_pages=133))
     answer, orders = order(conductor, "a", "b", 0)
-    assert [(of.number, of.num_heads) for of in orders] == [(2, 0)]
+    assert [(of.number, of.part) for of in orders] == [(2, ModulesPart())]
     assert answer.status is not None
     assert answer.status.num_device_pages == 133
 
@@ -92,8 +92,8 @@ def test_an_order_is_under_way_until_its_end_is_told(conductor: Conductor) -> No
 def test_layers_go_and_come_back(conductor: Conductor) -> None:
     first = LayerRange(0, 1)
     answer, [placed] = order(conductor, "a", "b", first)
-    assert (answer.refusal, placed) == ("", PlaceModules(EPOCH, 1, "b", "/run/b", 0, first))
-    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 0, first))
+    assert (answer.refusal, placed) == ("", PlaceModules(EPOCH, 1, "b", "/run/b", ModulesPart(layers=first)))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", ModulesPart(layers=first)))
     assert order(conductor, "a", "c", 1)[0].refusal == (
         "layers 0:1 of a are at b; take them back first (`mooncake-serve migrate a b --back`)"
     )
@@ -133,7 +133,7 @@ def _drain(conductor: Conductor) -> None:
 
 def _to_b(conductor: Conductor) -> None:
     order(conductor, "a", "b", 1)
-    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 1))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", ModulesPart(1)))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_orders_that_cannot_be_carried_out(
 def test_a_helper_on_another_host_is_reached_at_its_endpoint(conductor: Conductor) -> None:
     conductor.handle(peer_identity("far", 1), far("tcp://10.0.0.2:7300"), 0.0)
     _, [placed] = order(conductor, "a", "far", 1)
-    assert placed == PlaceModules(EPOCH, 1, "far", "tcp://10.0.0.2:7300", 1)
+    assert placed == PlaceModules(EPOCH, 1, "far", "tcp://10.0.0.2:7300", ModulesPart(1))
     assert order(conductor, "far", "b", 1)[0].refusal == (
         "far and b are on different hosts, and b hosts KV heads of its own host only; set"
         " worker.modules_listen there"
@@ -227,7 +227,7 @@ def test_a_helper_that_drains_has_the_modules_go_back_first(conductor: Conductor
     _to_b(conductor)
     effects = conductor.handle(FRONT, Drain(2, "b", stays=True), 3.0)
     assert [effect.message for effect in effects if effect.peer == A] == [
-        PlaceModules(EPOCH, 2, "b", "/run/b", 0)
+        PlaceModules(EPOCH, 2, "b", "/run/b")
     ]
 
 
@@ -239,17 +239,17 @@ def test_a_helper_that_leaves_does_so_when_the_modules_are_back(conductor: Condu
 
     order(conductor, "a", "b", 1)
     assert not sent(conductor.handle(B, Retire(), 2.0)), "no second order while the first one is under way"
-    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 1))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", ModulesPart(1)))
     [again] = sent(conductor.tick(2.5))
-    assert again == PlaceModules(EPOCH, 2, "b", "/run/b", 0)
+    assert again == PlaceModules(EPOCH, 2, "b", "/run/b")
     assert not sent(conductor.tick(3.0))
-    tell(conductor, A, ModulesPlace(EPOCH, 2, "b", 1, error="a request needs 300 pages"))
-    assert sent(conductor.tick(3.5)) == [PlaceModules(EPOCH, 3, "b", "/run/b", 0)]
+    tell(conductor, A, ModulesPlace(EPOCH, 2, "b", ModulesPart(1), error="a request needs 300 pages"))
+    assert sent(conductor.tick(3.5)) == [PlaceModules(EPOCH, 3, "b", "/run/b")]
     back = msgspec.structs.replace(HEARTBEAT, modules=ModulesPlace(EPOCH, 3))
     assert sent(conductor.handle(A, back, 4.0)) == [Retired(False)]
 
 
 def test_another_conductor_learns_where_modules_are(conductor: Conductor) -> None:
-    tell(conductor, A, ModulesPlace(EPOCH - 1, 9, "b", 2))
+    tell(conductor, A, ModulesPlace(EPOCH - 1, 9, "b", ModulesPart(2)))
     answer, [placed] = order(conductor, "a", "b", 0)
-    assert (answer.refusal, placed.num_heads) == ("", 0)
+    assert (answer.refusal, placed.part) == ("", ModulesPart())

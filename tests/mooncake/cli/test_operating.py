@@ -10,7 +10,7 @@ from mooncake.cli import operating
 from mooncake.cli.commands import run
 from mooncake.cli.operating import AdminClient, change_role, drain, migrate
 from mooncake.errors import MooncakeError
-from mooncake.messages.migration import LayerRange, ModulesPlace
+from mooncake.messages.migration import LayerRange, ModulesPart, ModulesPlace
 from mooncake.messages.operators import InstanceStatus
 from mooncake.messages.workers import InstanceState, Role
 from tests.ports import free_port
@@ -99,12 +99,16 @@ def test_a_switch_that_comes_to_nothing_is_an_error(then: list[InstanceStatus], 
 TAIL = LayerRange(3, 8)
 
 
+def part_of(part: int | LayerRange) -> ModulesPart:
+    return ModulesPart(part) if isinstance(part, int) else ModulesPart(layers=part)
+
+
 def moved(
     helper: str = "", part: int | LayerRange = 0, *, error: str = "", is_moving: bool = False
 ) -> list[InstanceStatus]:
-    num, layers = (part, None) if isinstance(part, int) else (0, part)
-    place = ModulesPlace(helper=helper, num_heads=num, layers=layers, error=error, is_moving=is_moving)
-    return [msgspec.structs.replace(status("serving"), modules=place, num_device_pages=100 + num)]
+    part = part_of(part)
+    place = ModulesPlace(helper=helper, part=part, error=error, is_moving=is_moving)
+    return [msgspec.structs.replace(status("serving"), modules=place, num_device_pages=100 + part.num_heads)]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +134,9 @@ def test_migrate_waits_until_the_move_is_complete(
         for one in at_first
     ]
     server = Server(moving, moving, at_last)
-    assert migrate(server.client(), "decode-0", "d1", part) == 0
+    assert migrate(server.client(), "decode-0", "d1", part_of(part)) == 0
     assert server.orders == [f"/admin/instances/decode-0/{ordered}"]
-    num_pages = 100 + at_last[0].modules.num_heads
+    num_pages = 100 + at_last[0].modules.part.num_heads
     assert capsys.readouterr().out == f"{told}; decode-0 has {num_pages} pages\n"
 
 
@@ -147,7 +151,7 @@ def test_migrate_waits_until_the_move_is_complete(
 def test_a_move_that_fails_is_an_error(then: list[InstanceStatus], told: str) -> None:
     server = Server(moved(is_moving=True), then)
     with pytest.raises(MooncakeError, match=told):
-        migrate(server.client(), "decode-0", "d1", 1)
+        migrate(server.client(), "decode-0", "d1", ModulesPart(1))
 
 
 @pytest.mark.parametrize(

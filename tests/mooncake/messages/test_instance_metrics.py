@@ -12,7 +12,7 @@ from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.heartbeats import DecodeStats, Heartbeat, MixedIterations
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
-from mooncake.messages.migration import PAUSE_BOUNDS_S, LayerRange, ModulesPlace, MovesStats
+from mooncake.messages.migration import PAUSE_BOUNDS_S, LayerRange, ModulesPart, ModulesPlace, MovesStats
 from mooncake.messages.pools import (
     Capacity,
     MessengerAddress,
@@ -276,9 +276,11 @@ def test_modules_elsewhere_and_their_moves_are_told() -> None:
     num_pauses = [0] * (len(PAUSE_BOUNDS_S) + 1)
     num_pauses[1], num_pauses[-1] = 3, 1
     beats = {
-        "d0": Heartbeat(0, 0, 0, {}, modules=ModulesPlace(helper="d1", num_heads=2)),
+        "d0": Heartbeat(0, 0, 0, {}, modules=ModulesPlace(helper="d1", part=ModulesPart(2))),
         "d1": Heartbeat(0, 0, 0, {}, moves=MovesStats({"moved": 2, "slow": 1}, 5000, num_pauses, 12.5)),
-        "d2": Heartbeat(0, 0, 0, {}, modules=ModulesPlace(helper="d1", layers=LayerRange(3, 7))),
+        "d2": Heartbeat(
+            0, 0, 0, {}, modules=ModulesPlace(helper="d1", part=ModulesPart(layers=LayerRange(3, 7)))
+        ),
     }
     reports = [InstanceReport(name, 100, beat) for name, beat in beats.items()]
     samples = parsed(instance_text(reports, "model"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mooncake.messages.migration import PlaceModules
+from mooncake.messages.migration import ModulesPart, PlaceModules
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
@@ -36,7 +36,7 @@ async def test_an_owner_that_ends_leaves_nothing_behind(
     start_decode_lab: StartDecodeLab, tmp_path: Path
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        request = HostModules(LINK_VERSION, "d9", FINGERPRINT, 1, None, NUM_PAGES, NUM_PAGES, 16, 8)
+        request = HostModules(LINK_VERSION, "d9", FINGERPRINT, ModulesPart(1), NUM_PAGES, NUM_PAGES, 16, 8)
         executor = pair.owner.executor
         link = await HelperLink.connect(pair.path, request, executor.model, executor.kv, ACCESS, lambda: None)
         assert pair.host.num_hosted == {"d9": 1}
@@ -49,7 +49,7 @@ async def test_an_owner_that_ends_leaves_nothing_behind(
 async def test_a_helper_without_room_says_the_sum(start_decode_lab: StartDecodeLab, tmp_path: Path) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         place = await pair.place(3)
-        assert (place.error, place.num_heads) == ("", 3)  # 36 of 48 pages: a quarter stays free
+        assert (place.error, place.part.num_heads) == ("", 3)  # 36 of 48 pages: a quarter stays free
         await pair.move(0)
         taken = pair.helper.executor.kv.allocate(1)
         place = await pair.place(3)
@@ -57,7 +57,7 @@ async def test_a_helper_without_room_says_the_sum(start_decode_lab: StartDecodeL
             "d1 has no room: 3 of the KV heads in 48 pages take 36 of its pages, and it can lend 35 "
             "(47 of 48 are free, 12 stay free for its requests, the longest of which may need 0)"
         )
-        assert place.num_heads == 0
+        assert place.part.num_heads == 0
         pair.helper.executor.kv.free(taken)
         await pair.move(1)
         assert (await pair.place(2)).error == "1 of the KV heads are at d1"
@@ -88,14 +88,14 @@ async def test_a_helper_has_no_helper_whatever_a_conductor_orders(
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         await pair.move(1)
-        pair.helper.decode.place_modules(PlaceModules(1, 1, "d2", "no socket", 1))
+        pair.helper.decode.place_modules(PlaceModules(1, 1, "d2", "no socket", ModulesPart(1)))
         await until(lambda: bool(pair.helper.decode.modules.error))
         assert pair.helper.decode.modules.error == "d1 has KV heads or layers of others itself"
         assert pair.helper.decode.modules.helper == ""
         executor = pair.owner.executor
         host = hosting_of(pair.owner, str(tmp_path / "owner.sock"))
         task = pair.lab.group.create_task(host.run())
-        request = HostModules(LINK_VERSION, "d9", FINGERPRINT, 1, None, 1, NUM_PAGES, 16, 8)
+        request = HostModules(LINK_VERSION, "d9", FINGERPRINT, ModulesPart(1), 1, NUM_PAGES, 16, 8)
         await until((tmp_path / "owner.sock").exists)
         with pytest.raises(ModulesStayError, match="are elsewhere themselves"):
             await HelperLink.connect(

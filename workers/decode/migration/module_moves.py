@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from mooncake.errors import ModelError, TransferError
-from mooncake.messages.migration import ModulesPlace, PlaceModules
+from mooncake.messages.migration import ModulesPart, ModulesPlace, PlaceModules
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch
 from workers.decode.batching.iterations import Iteration
@@ -126,7 +126,7 @@ class ModuleMoves:
                 match await self._orders.get():
                     case _Lost():
                         await self._come_back(
-                            f"{self.place.helper} is lost, and {self.place.what} are here again"
+                            f"{self.place.helper} is lost, and {self.place.part.what} are here again"
                         )
                     case _Slow(why):
                         await self._take_back(why)
@@ -141,7 +141,7 @@ class ModuleMoves:
         told_before = self.place.error
         self._tell(epoch=order.epoch, number=order.number, is_moving=True, error="")
         try:
-            if order.num_heads or order.layers is not None:
+            if order.part:
                 await self._move(order)
             elif self._executor.kv.is_helped:
                 await self._return("back")
@@ -155,7 +155,7 @@ class ModuleMoves:
     async def _move(self, order: PlaceModules) -> None:
         """Move modules to a helper. Raises ModulesStayError, and then the modules are on this instance."""
         if self._executor.kv.is_helped:
-            raise ModulesStayError(f"{self.place.what} are at {self.place.helper}")
+            raise ModulesStayError(f"{self.place.part.what} are at {self.place.helper}")
         if self._executor.kv.num_lent_pages:
             raise ModulesStayError(f"{self._name} has KV heads or layers of others itself")
         if self._has_prompts():
@@ -168,8 +168,8 @@ class ModuleMoves:
             raise
         self._link, self._pace = link, self._without_helper.pace()
         self.meter.ended("moved")
-        self._tell(num_heads=order.num_heads, layers=order.layers)
-        log.info("%s are at %s", self.place.what, order.helper)
+        self._tell(part=order.part)
+        log.info("%s are at %s", self.place.part.what, order.helper)
         if link.is_lost:
             self.lost()
 
@@ -180,8 +180,7 @@ class ModuleMoves:
             LINK_VERSION,
             self._name,
             self._fingerprint,
-            order.num_heads,
-            order.layers,
+            order.part,
             kv.num_own_pages,
             kv.num_own_pages,
             self._most_tokens,
@@ -207,22 +206,22 @@ class ModuleMoves:
         part is at the helper."""
         kv, model = self._executor.kv, self._executor.model
         num_pages = Fraction(kv.num_own_pages)
-        if request.layers is not None:
+        if request.part.layers is not None:
             page_bytes = len(kv.layers) * kv.layer(kv.layers.start)[0].nbytes
-            num_pages += Fraction(request.layers.count * model.layer_bytes, page_bytes)
+            num_pages += Fraction(request.part.layers.count * model.layer_bytes, page_bytes)
         return math.floor(num_pages / (1 - share_of(request, model)))
 
     async def _take_back(self, why: str) -> None:
         """Move all modules back to this instance, as the helper is too slow."""
         if not self._executor.kv.is_helped or self._is_lost:
             return
-        reason = f"{self.place.helper} was slow, and {self.place.what} are here again: {why}"
+        reason = f"{self.place.helper} was slow, and {self.place.part.what} are here again: {why}"
         self._tell(is_moving=True)
         try:
             await self._return("slow")
             log.warning("%s", reason)
         except ModulesStayError as error:
-            reason = f"{self.place.helper} is slow, and {self.place.what} stay there: {error}"
+            reason = f"{self.place.helper} is slow, and {self.place.part.what} stay there: {error}"
             log.warning("%s", reason)
         self._tell(is_moving=False, error=reason)
 
@@ -275,7 +274,7 @@ class ModuleMoves:
     def _kvcache_lost(self, reason: str) -> SessionLostError:
         """Return the error that the KVCache of a helper on another host is lost, and with it all requests
         here."""
-        return SessionLostError(f"{reason}, and with it the KVCache of {self.place.what}")
+        return SessionLostError(f"{reason}, and with it the KVCache of {self.place.part.what}")
 
     async def _end_hosting(self, outcome: str) -> None:
         self.meter.ended(outcome)
@@ -284,14 +283,16 @@ class ModuleMoves:
         elif self._link is not None:
             await self._link.end()
         self._link, self._is_lost = None, False
-        self._tell(helper="", num_heads=0, layers=None)
+        self._tell(helper="", part=ModulesPart())
 
     async def _load_weights(self, on_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         """Load the weights of all freed layers. Raises ModulesStayError."""
         try:
             await on_thread(self._executor.load_freed_layers)
         except ModelError as error:
-            raise ModulesStayError(f"the weights of {self.place.what} cannot be loaded: {error}") from None
+            raise ModulesStayError(
+                f"the weights of {self.place.part.what} cannot be loaded: {error}"
+            ) from None
 
     async def _free_weights(self) -> None:
         """Free the weights of layers that are at the helper."""

@@ -4,7 +4,7 @@ import httpx
 import msgspec
 import pytest
 
-from mooncake.messages.migration import ModulesPlace
+from mooncake.messages.migration import ModulesPart, ModulesPlace
 from mooncake.messages.operators import ChangeRole, Drain, MoveModules
 from mooncake.messages.workers import Role
 from tests.conductor.front.fakes import Running
@@ -74,7 +74,7 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
     assert drain == Drain(drain.order, "d0", force=True)
     assert stay == Drain(stay.order, "d0", force=True, stays=True)
     assert role == ChangeRole(role.order, "d0", Role.BOTH, force=True)
-    assert heads == MoveModules(heads.order, "d0", "d1", 2)
+    assert heads == MoveModules(heads.order, "d0", "d1", ModulesPart(2))
     assert len({one.order for one in (drain, stay, role, heads)}) == 4
 
 

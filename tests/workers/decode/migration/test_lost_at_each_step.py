@@ -234,7 +234,7 @@ async def test_an_order_that_comes_twice_is_carried_out_once(
         pair.order(part)
         place = await pair.place(part)
         assert place.are_elsewhere
-        assert place.error == f"{place.what} are at d1"
+        assert place.error == f"{place.part.what} are at d1"
         pair.order(0)
         place = await pair.place(0)
         assert (place.are_elsewhere, place.error) == (False, "")

@@ -29,8 +29,8 @@ from tests.workers.modules_lab import (
     WITH_A_THIRD,
     Pair,
     Part,
-    fields,
     paired,
+    part_of,
     prepared,
     until,
     wide_model,
@@ -91,7 +91,7 @@ async def test_answers_are_those_of_modules_that_stay(
         running = asyncio.create_task(answers(pair, "moves", 8))
         for part in parts:
             await pair.move(part)
-            assert pair.host.num_hosted == ({"d0": fields(part)[0]} if part else {})
+            assert pair.host.num_hosted == ({"d0": part_of(part).num_heads} if part else {})
         assert await running == expected
         await pair.move(parts[0])
         assert await answers(pair, "comes", 8) == expected
@@ -172,7 +172,7 @@ async def test_layers_stay_away_while_their_weights_cannot_be_loaded(
         with lost_checkpoint(pair):
             place = await pair.place(0)
         assert place.error == "the weights of layers 1:3 cannot be loaded: the checkpoint is gone"
-        assert place.layers == LayerRange(1, 3)
+        assert place.part == part_of(LayerRange(1, 3))
         assert pair.owner.executor.kv.num_usable_pages == num_pages
         assert await running == expected
         await pair.move(0)
@@ -328,7 +328,7 @@ async def test_modules_stay_away_while_a_request_may_need_more_pages_than_there_
         if inline:
             await until(lambda: bool(decoded.answer.tokens))
         place = await pair.place(0)
-        assert (place.error, place.num_heads) == (
+        assert (place.error, place.part.num_heads) == (
             "a request may need 51 pages before its end, and with all heads and layers there are 48",
             1,
         )
@@ -400,7 +400,7 @@ async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
                 patches.setattr(rearranger, "available_bytes", lambda: 1000)
             place = await pair.place(part if is_leaving else 0)
         assert place.error.startswith("no memory ")
-        assert (place.num_heads, place.layers) == fields(0 if is_leaving else part)
+        assert place.part == part_of(0 if is_leaving else part)
         await until(lambda: bool(pair.host.num_hosted) is not is_leaving)
         assert await running == expected
         await pair.move(part if is_leaving else 0)
@@ -483,7 +483,7 @@ async def test_an_order_behind_a_refused_one_finds_the_helper_free(
         await until(lambda: bool(begun.answer.tokens))
         pair.order(1)
         place = await pair.place(1)
-        assert (place.error, place.num_heads) == ("", 1)
+        assert (place.error, place.part.num_heads) == ("", 1)
         assert pair.owner.decode.moves.num_moves == {"refused": 1, "moved": 1}
         await tokens_of(begun.answer)
         await pair.move(0)
