@@ -33,6 +33,7 @@ class _Batch(ctypes.Structure):
         ("first_pages", ctypes.c_void_p),
         ("query_lens", ctypes.c_void_p),
         ("kv_lens", ctypes.c_void_p),
+        ("num_keys", ctypes.c_void_p),
         ("num_pages", ctypes.c_int64),
         ("num_sequences", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
@@ -69,8 +70,9 @@ class PagedAttention:
 
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
     t lies in page `page_tables[s][t // page_size]`. `kv_shape` is the shape of a layer's pages, `[num_pages,
-    num_kv_heads, 2, page_size, head_dim]`. Raises ValueError if lengths, page tables and shape do not fit
-    together.
+    num_kv_heads, 2, page_size, head_dim]`. With `num_keys` the pages have only the first `num_keys[s]` tokens
+    of sequence s, and attention is that to these tokens: zeros, with a denominator of zero, for a query that
+    sees none of them. Raises ValueError if lengths, page tables and shape do not fit together.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class PagedAttention:
         kv_shape: Sequence[int],
         heads: AttentionShape,
         sliding_window: int | None = None,
+        num_keys: Sequence[int] | None = None,
     ) -> None:
         self.kv_shape = tuple(kv_shape)
+        num_keys = kv_lens if num_keys is None else num_keys
         self.heads = heads
         self.num_tokens = sum(query_lens)
         num_pages, num_kv_heads, _, page_size, head_dim = self.kv_shape
@@ -93,16 +97,17 @@ class PagedAttention:
             raise ValueError(f"expected heads that KV heads divide, of {HEAD_DIMS} dimensions, got {heads}")
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"a query sees itself at least, got a sliding window of {sliding_window}")
-        if not len(query_lens) == len(kv_lens) == len(page_tables):
+        if not len(query_lens) == len(kv_lens) == len(page_tables) == len(num_keys):
             raise ValueError(
                 f"expected as many lengths as page tables, "
-                f"got {len(query_lens)}, {len(kv_lens)} and {len(page_tables)}"
+                f"got {len(query_lens)}, {len(kv_lens)}, {len(num_keys)} and {len(page_tables)}"
             )
-        used = [-(-kv_len // page_size) for kv_len in kv_lens]
-        for query_len, kv_len, table in zip(query_lens, kv_lens, page_tables, strict=True):
-            if not 1 <= query_len <= kv_len <= min(len(table) * page_size, _MOST_POSITIONS):
+        used = [-(-num // page_size) for num in num_keys]
+        for query_len, kv_len, num, table in zip(query_lens, kv_lens, num_keys, page_tables, strict=True):
+            is_room = 1 <= num <= min(kv_len, len(table) * page_size)
+            if not (1 <= query_len <= kv_len <= _MOST_POSITIONS and is_room):
                 raise ValueError(
-                    f"expected 1 <= new tokens <= all tokens <= room in the pages, "
+                    f"expected 1 <= new tokens <= all tokens, and room for {num} of them in the pages, "
                     f"got {query_len}, {kv_len} and {len(table)} pages of {page_size}"
                 )
         pages = np.concatenate([table[:n] for table, n in zip(page_tables, used, strict=True)])
@@ -114,6 +119,7 @@ class PagedAttention:
             np.cumsum([0, *used[:-1]], dtype=np.int64),
             np.array(query_lens, dtype=np.int32),
             np.array(kv_lens, dtype=np.int32),
+            np.array(num_keys, dtype=np.int32),
         )
         self._batch = _Batch(
             *(array.ctypes.data for array in self._arrays),

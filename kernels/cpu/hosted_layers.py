@@ -151,18 +151,17 @@ class LayersOwner(_LayersMailbox):
 
 
 class LayersHelper(_LayersMailbox):
-    """The helper's end of a mailbox for layers, for one thread. Pages have `page_size` tokens."""
+    """The helper's end of a mailbox for layers, for one thread."""
 
     def __init__(
         self,
         library: Library,
         memory: torch.Tensor,
         shape: LayersShape,
-        page_size: int,
         wire: Wire | None = None,
     ) -> None:
         super().__init__(library, memory, shape, wire)
-        self._page_size, self._num_passes, self._num_tokens = page_size, 0, 0
+        self._num_passes = self._num_tokens = 0
 
     def await_pass(self) -> tuple[HostedPass, torch.Tensor] | None:
         """Wait for the next pass, and return it with a view of its hidden states `[T, hidden_size]`. Blocks.
@@ -174,7 +173,7 @@ class LayersHelper(_LayersMailbox):
         if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
             return None
         self._num_passes = number = self._num_passes + 1
-        described = read_pass(self._ints(number), number, self._page_size)
+        described = read_pass(self._ints(number), number)
         num_tokens = sum(described.query_lens)
         if not 0 < num_tokens <= self.shape.num_tokens:
             raise ValueError(f"expected a pass of at most {self.shape.num_tokens} tokens, got {num_tokens}")

@@ -22,7 +22,7 @@ from kernels.cpu.elementwise import MULTIPLE, Slots
 from kernels.cpu.library import Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
 from kernels.cpu.mailbox import Mailbox
-from kernels.cpu.moved_heads import HeadsOwner
+from kernels.cpu.moved_attention import AttentionOwner
 from kernels.head_norms import HeadNorms
 
 
@@ -212,11 +212,13 @@ class Layer:
         attention: PagedAttention,
         slots: Slots,
         workspace: torch.Tensor,
-        moved: HeadsOwner | None = None,
+        helped: AttentionOwner | None = None,
     ) -> None:
         num_tokens, heads = len(slots), self.heads
-        if moved is not None:
-            heads = heads.without(moved.shape.heads)
+        if helped is not None and helped.shape.moved_heads is not None:
+            heads = heads.without(helped.shape.moved_heads)
+        if helped is not None and num_tokens > helped.shape.num_tokens:
+            raise ValueError(f"expected at most {helped.shape.num_tokens} tokens, got {num_tokens}")
         self._check("hidden states", hidden, (num_tokens, self.hidden_size))
         self._check("pages", kv_layer, attention.kv_shape)
         self._check("workspace", workspace, (num_tokens * self.workspace_elements,))
@@ -244,17 +246,18 @@ def run_layers(
     hidden: torch.Tensor,
     slots: Slots,
     workspace: torch.Tensor,
-    moved: HeadsOwner | None = None,
+    helped: AttentionOwner | None = None,
     owner: Mailbox | None = None,
 ) -> torch.Tensor:
     """Return `hidden` [T, hidden_size] after these layers, each with its pages and attention.
 
-    With `moved` a helper has the last heads, and the pass has been described to the helper; pages and
-    attention have the other heads. With `owner` the layers are computed for another process, which is told of
-    each layer. In all else this does what `Layer.__call__` does. Raises HelperLost.
+    With `helped` a helper has the last heads, or the first pages of sequences, and the pass has been
+    described to the helper; pages and attention have the others. With `owner` the layers are computed for
+    another process, which is told of each layer. In all else this does what `Layer.__call__` does. Raises
+    HelperLost.
     """
     first, pages, attention = layers[0]
-    first._check_pass(hidden, pages, attention, slots, workspace, moved)
+    first._check_pass(hidden, pages, attention, slots, workspace, helped)
     for layer, kv_layer, of_layer in layers[1:]:
         if layer._sizes != first._sizes or of_layer.num_tokens != attention.num_tokens:
             raise ValueError(
@@ -271,15 +274,15 @@ def run_layers(
     is_written = first._layers(
         ctypes.addressof(structs),
         len(layers),
-        None if moved is None else moved.address,
+        None if helped is None else helped.address,
         None if owner is None else owner.counters_address,
         slots.address,
         hidden.data_ptr(),
         out.data_ptr(),
         workspace.data_ptr(),
     )
-    if not is_written and moved is not None:
-        raise moved.lost()
+    if not is_written and helped is not None:
+        raise helped.lost()
     _check_written(is_written, pages, slots)
     return out
 

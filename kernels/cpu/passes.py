@@ -11,12 +11,14 @@ import numpy as np
 _INT_BYTES = 4
 _NUM_HEADER_INTS = 4
 """The number of integers before the lists: sequences, pages, first layer, end of layers."""
+_NUM_LISTS = 3
+"""The number of lists with an integer for each sequence: new tokens, all tokens, pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostedPass:
     """A pass as its owner describes it: its layers, and of each sequence the number of new tokens, the number
-    of all tokens, and the page table."""
+    of all tokens, and the page table, which may end before the last tokens."""
 
     number: int
     layers: range
@@ -37,7 +39,7 @@ class HostedPass:
 def described_bytes(num_sequences: int, num_pages: int) -> int:
     """Return the bytes of the longest description of `num_sequences` sequences with `num_pages` pages in
     all."""
-    return _INT_BYTES * (_NUM_HEADER_INTS + 2 * num_sequences + num_pages)
+    return _INT_BYTES * (_NUM_HEADER_INTS + _NUM_LISTS * num_sequences + num_pages)
 
 
 def write_pass(
@@ -50,13 +52,16 @@ def write_pass(
 ) -> int:
     """Write the description of a pass into `ints` (int32), which must have room for it. Returns its bytes."""
     tables = [table[: -(-kv_len // page_size)] for table, kv_len in zip(page_tables, kv_lens, strict=True)]
-    header = [len(query_lens), sum(map(len, tables)), layers.start, layers.stop]
-    described = np.concatenate([header, query_lens, kv_lens, *tables], dtype=np.int32, casting="unsafe")
+    nums_pages = [len(table) for table in tables]
+    header = [len(query_lens), sum(nums_pages), layers.start, layers.stop]
+    described = np.concatenate(
+        [header, query_lens, kv_lens, nums_pages, *tables], dtype=np.int32, casting="unsafe"
+    )
     ints[: len(described)] = described
     return described.nbytes
 
 
-def read_pass(ints: np.ndarray, number: int, page_size: int) -> HostedPass:
+def read_pass(ints: np.ndarray, number: int) -> HostedPass:
     """Return the description that `write_pass` has written, as a copy. `number` is the pass's number.
 
     Raises ValueError for lengths that are none, or for which `ints` has no room. The numbers of layers and
@@ -64,12 +69,12 @@ def read_pass(ints: np.ndarray, number: int, page_size: int) -> HostedPass:
     """
     num_sequences, _, first, end = ints[:_NUM_HEADER_INTS].tolist()
     lists = ints[_NUM_HEADER_INTS:].copy()
-    query_lens = lists[:num_sequences].tolist()
-    kv_lens = lists[num_sequences : 2 * num_sequences].tolist()
-    nums_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
-    is_room = 0 < 2 * num_sequences + sum(nums_pages) <= len(lists)
+    end_of_lists = _NUM_LISTS * num_sequences
+    if not 0 < end_of_lists <= len(lists):
+        raise ValueError(f"{num_sequences} sequences in a pass")
+    query_lens, kv_lens, nums_pages = lists[:end_of_lists].reshape(_NUM_LISTS, num_sequences).tolist()
+    is_room = min(nums_pages) > 0 and end_of_lists + sum(nums_pages) <= len(lists)
     if not is_room or any(not 1 <= new <= kv for new, kv in zip(query_lens, kv_lens, strict=True)):
         raise ValueError(f"lengths of {num_sequences} sequences that no pass has")
-    ends = np.cumsum(nums_pages)
-    tables = np.split(lists[2 * num_sequences : 2 * num_sequences + sum(nums_pages)], ends[:-1])
+    tables = np.split(lists[end_of_lists : end_of_lists + sum(nums_pages)], np.cumsum(nums_pages)[:-1])
     return HostedPass(number, range(first, end), query_lens, kv_lens, tables)

@@ -45,6 +45,17 @@ class HostTokens(NamedTuple):
     last_rows: np.ndarray
 
 
+class HostedSequences(NamedTuple):
+    """The sequences of a pass that have pages at a helper: what the helper must know of them."""
+
+    query_lens: list[int]
+    kv_lens: list[int]
+    page_tables: list[np.ndarray]
+    """The pages there, by their numbers at the helper."""
+    tokens: np.ndarray
+    """The rows of their new tokens in the pass: int64, on the CPU."""
+
+
 class Batch:
     """The inputs of all layers for one pass over T tokens in S chunks, on the cache's device.
 
@@ -59,7 +70,8 @@ class Batch:
         nums_pages = [-(-kv_len // kv.page_size) for kv_len in kv_lens]
         used = (chunk.pages[:num] for chunk, num in zip(chunks, nums_pages, strict=True))
         pages = np.fromiter(chain.from_iterable(used), np.int64, sum(nums_pages))
-        _check_range("pages", pages, kv.layer_shape[0])
+        has_hosted = kv.hosted_pages is not None
+        _check_range("pages", pages, kv.num_pages if has_hosted else kv.layer_shape[0])
         new, ends = np.array(query_lens), np.cumsum(query_lens)
         page_ends = np.cumsum(nums_pages)
         first_pages = page_ends - nums_pages
@@ -79,6 +91,10 @@ class Batch:
         """Tokens of each sequence, the new ones included."""
         self.pages, self.first_pages = pages, first_pages
         """Page tables of all sequences, one after the other, and where each begins: int64, on the CPU."""
+        self.nums_hosted: tuple[int, ...] | None = None
+        """The number of leading pages of each sequence that a helper has; None if no page is at a helper."""
+        if has_hosted and pages.max() >= kv.layer_shape[0]:
+            self.nums_hosted = _nums_hosted(np.split(pages, first_pages[1:]), chunks, kv)
         self.host = HostTokens(token_ids, positions, page_of_token, positions % kv.page_size, ends - 1)
         self._spec = kv.spec
         self._plans: dict[int | None, AttentionPlan] = {}
@@ -121,6 +137,21 @@ class Batch:
     def token_ids(self) -> torch.Tensor:
         """Token ids: int64 `[T]`."""
         return self._uploaded[0]
+
+    @cached_property
+    def hosted(self) -> HostedSequences | None:
+        """The sequences that have pages at a helper; None if no page is at a helper."""
+        if self.nums_hosted is None:
+            return None
+        those = [index for index, num in enumerate(self.nums_hosted) if num]
+        ends = self.host.last_rows + 1
+        first = self.kv_shape[0]
+        return HostedSequences(
+            [self.query_lens[index] for index in those],
+            [self.kv_lens[index] for index in those],
+            [self.page_tables[index][: self.nums_hosted[index]] - first for index in those],
+            np.concatenate([np.arange(ends[i] - self.query_lens[i], ends[i]) for i in those], dtype=np.int64),
+        )
 
     @property
     def positions(self) -> torch.Tensor:
@@ -172,10 +203,21 @@ class Batch:
     ) -> PagedAttention:
         """Return the CPU's attention for layers with this sliding window in tokens (None: none)."""
         if sliding_window not in self._attentions:
+            kv_lens, tables = self._own
             self._attentions[sliding_window] = PagedAttention(
-                library, self.query_lens, self.kv_lens, self.page_tables, self.kv_shape, heads, sliding_window
+                library, self.query_lens, kv_lens, tables, self.kv_shape, heads, sliding_window
             )
         return self._attentions[sliding_window]
+
+    @cached_property
+    def _own(self) -> tuple[Sequence[int], list[np.ndarray]]:
+        """The tokens and the page table of each sequence without its pages at a helper. Attention depends on
+        distances alone, so positions may count from there."""
+        if self.nums_hosted is None:
+            return self.kv_lens, self.page_tables
+        each = list(zip(self.kv_lens, self.page_tables, self.nums_hosted, strict=True))
+        kv_lens = [kv_len - num * self.page_size for kv_len, _, num in each]
+        return kv_lens, [table[num:] for _, table, num in each]
 
     def workspace(self, num_elements: int) -> torch.Tensor:
         """Return memory for a layer's intermediate results, `num_elements` per token, shared by all
@@ -189,6 +231,20 @@ def _check_range(what: str, numbers: np.ndarray, end: int) -> None:
     lowest, highest = numbers.min(), numbers.max()
     if lowest < 0 or highest >= end:
         raise ValueError(f"expected {what} in [0, {end}), got {lowest} to {highest}")
+
+
+def _nums_hosted(tables: Sequence[np.ndarray], chunks: Sequence[Chunk], kv: DeviceKVCache) -> tuple[int, ...]:
+    """Return how many leading pages of each sequence a helper has. Raises ValueError if others are there."""
+    nums = []
+    for table, chunk in zip(tables, chunks, strict=True):
+        are_hosted = table >= kv.layer_shape[0]
+        num = int(are_hosted.sum())
+        if not are_hosted[:num].all() or num * kv.page_size > chunk.start:
+            raise ValueError(
+                f"expected leading full pages alone at a helper, got {table}, with tokens from {chunk.start}"
+            )
+        nums.append(num)
+    return tuple(nums)
 
 
 def _check(chunk: Chunk, kv: DeviceKVCache) -> None:

@@ -8,15 +8,20 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import torch
 
 from kernels.cpu.hosted_layers import LayersHelper, LayersOwner
 from kernels.cpu.memory import HUGE_PAGE_BYTES, give_back, huge_zeros, populate
-from kernels.cpu.moved_heads import HeadsOwner
+from kernels.cpu.moved_attention import AttentionOwner
 from kernels.kv_copy import gather_pages, scatter_pages
 from workers.engine.spec import ModelSpec
+
+GROWTH_SHARE = 1 / 16
+"""The number of free pages to be left when a sequence gets its pages, so that it can grow, as a share of its
+pages."""
 
 
 class OutOfPages(RuntimeError):
@@ -65,7 +70,7 @@ class MovedHeads:
     layers: Sequence[torch.Tensor]
     """One tensor `[num_pages, num_moved, 2, page_size, head_dim]` for each layer, in memory that the helper
     maps too; without memory (meta tensors) if the helper is on another host."""
-    owner: HeadsOwner
+    owner: AttentionOwner
     """The owner's end of the exchange with the helper."""
     remote: RemotePages | None
     """The pages of a helper on another host."""
@@ -85,9 +90,36 @@ class HostedLayers:
     """The pages of a helper on another host."""
 
 
-class _LayerHeads(NamedTuple):
-    """The pages of consecutive heads of one layer: a tensor, or without memory in it (meta) the layer
-    `position` of `remote`."""
+@dataclass(frozen=True, slots=True)
+class HostedPages:
+    """Further pages, which follow those of this process, and which a helper hosts and attends to (BanaServe,
+    section 4.1, split by sequence).
+
+    They have the first tokens of sequences, and are full: no iteration writes them.
+    """
+
+    share: Fraction
+    """The share of a sequence's pages that is to be at the helper."""
+    layers: Sequence[torch.Tensor]
+    """One tensor `[num_hosted, num_kv_heads, 2, page_size, head_dim]` for each layer, in memory that the
+    helper maps too; without memory (meta tensors) if the helper is on another host."""
+    owner: AttentionOwner
+    """The owner's end of the exchange with the helper."""
+    remote: RemotePages | None
+    """The pages of a helper on another host."""
+
+    def __len__(self) -> int:
+        """Return the number of pages."""
+        return len(self.layers[0])
+
+
+Helped = MovedHeads | HostedLayers | HostedPages
+"""The part of model and KVCache that a helper has."""
+
+
+class _PagesOfLayer(NamedTuple):
+    """Pages of consecutive heads of one layer: a tensor, or without memory in it (meta) the layer `position`
+    of `remote`."""
 
     tensor: torch.Tensor
     remote: RemotePages | None
@@ -117,7 +149,8 @@ class DeviceKVCache:
     (`mooncake.messages.blocks.KVLayout`). While a helper has the last heads (`moved`), a page here has the
     others, and there are more pages in the same memory (`workers.decode.migration.kvcache_move`). The same
     holds while a helper has layers (`hosted`): their pages are tensors like the others, in memory of the
-    helper.
+    helper. While a helper has pages (`hosted_pages`), they follow this process's own, and have higher
+    numbers.
 
     With a `window` there is memory for only `window` layers, which take turns: layer l has the memory of
     layer `l - window`. The pages of that layer must have been stored, or given up, before the pages of l are
@@ -158,8 +191,10 @@ class DeviceKVCache:
         self.dtype, self.device = dtype, torch.device(device)
         self.moved: MovedHeads | None = None
         self.hosted: HostedLayers | None = None
+        self.hosted_pages: HostedPages | None = None
         self._tensors = list(memory or self.new_layers(num_pages, len(self.kv_heads)))
         self._free = list(range(num_pages - 1, -1, -1))
+        self._free_hosted: list[int] = []
         self._is_free = [True] * num_pages
         self._num_open = num_pages
         """The first page that is not given out; neither is any page behind it."""
@@ -180,7 +215,7 @@ class DeviceKVCache:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape of a layer's pages in this process, without moved heads."""
+        """The shape of a layer's pages in this process, without moved heads and hosted pages."""
         return tuple(self._tensors[0].shape)
 
     def new_layers(self, num_pages: int, num_heads: int) -> list[torch.Tensor]:
@@ -231,7 +266,16 @@ class DeviceKVCache:
 
     @property
     def num_free_pages(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._free_hosted)
+
+    def num_free_for(self, num_full: int) -> int:
+        """Return how many pages a sequence can get now whose first `num_full` pages will be full."""
+        return len(self._free) + min(num_full, len(self._free_hosted))
+
+    def most_pages_for(self, num_full: int) -> int:
+        """Return how many pages a sequence can get at most whose first `num_full` pages will be full."""
+        num_own = min(self.num_usable_pages, self._end_of_own)
+        return num_own + min(num_full, self.num_usable_pages - num_own)
 
     @property
     def free_pages(self) -> list[int]:
@@ -239,16 +283,26 @@ class DeviceKVCache:
         return self._free[::-1]
 
     @property
-    def helped(self) -> MovedHeads | HostedLayers | None:
+    def _end_of_own(self) -> int:
+        """The first page that a helper has, if it has pages."""
+        return self.num_pages if self.hosted_pages is None else self.num_pages - len(self.hosted_pages)
+
+    def num_hosted_of(self, pages: Sequence[int]) -> int:
+        """Return how many of `pages` a helper has."""
+        first = self._end_of_own
+        return sum(page >= first for page in pages)
+
+    @property
+    def helped(self) -> Helped | None:
         """The modules that a helper has; None for none."""
-        return self.moved or self.hosted
+        return self.moved or self.hosted or self.hosted_pages
 
     def has_whole(self, layer: int) -> bool:
-        """Return whether this process has mapped memory with whole pages of `layer`.
+        """Return whether this process has mapped memory with all pages of `layer`, whole and in one piece.
 
-        False if heads are moved, or if the layer is with a helper on another host.
+        False if heads are moved, if a helper has pages, or if the layer is with a helper on another host.
         """
-        return self.moved is None and not self.layer(layer).is_meta
+        return self.moved is None and self.hosted_pages is None and not self.layer(layer).is_meta
 
     def layer(self, layer: int) -> torch.Tensor:
         """Return the pages of `layer` (its number in the whole model): a view, not a copy."""
@@ -258,6 +312,13 @@ class DeviceKVCache:
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Return copies of `pages` (int64 `[n]`) of one layer: `[n, len(kv_heads), 2, page_size,
         head_dim]`. Raises TransferError if they are at a lost helper on another host."""
+        if self.hosted_pages is not None:
+            own, hosted = self._halves(layer, pages)
+            blocks = torch.empty((len(pages), *self.layer_shape[1:]), dtype=self.dtype)
+            for half in (own, hosted):
+                if half.places.any():
+                    blocks[half.places] = half.of_layer.read(half.pages)
+            return blocks
         parts = [heads.read(pages) for heads in self._heads_of(layer)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -266,32 +327,46 @@ class DeviceKVCache:
 
         Raises TransferError as `gather`.
         """
+        if self.hosted_pages is not None:
+            for half in self._halves(layer, pages):
+                if half.places.any():
+                    half.of_layer.write(half.pages, blocks[half.places])
+            return
         first = 0
         for heads in self._heads_of(layer):
             end = first + heads.tensor.shape[1]
             heads.write(pages, blocks[:, first:end])
             first = end
 
-    def _heads_of(self, layer: int) -> list["_LayerHeads"]:
+    def _heads_of(self, layer: int) -> list[_PagesOfLayer]:
         """Return the pages of a layer: all heads together, or those here and those that are moved."""
         first = 0 if self.hosted is None else self.hosted.layers.start
         remote = None if self.hosted is None else self.hosted.remote
-        heads_of = [_LayerHeads(self.layer(layer), remote, layer - first)]
+        heads_of = [_PagesOfLayer(self.layer(layer), remote, layer - first)]
         if self.moved is not None:
             position = layer - self.layers.start
-            heads_of.append(_LayerHeads(self.moved.layers[position], self.moved.remote, position))
+            heads_of.append(_PagesOfLayer(self.moved.layers[position], self.moved.remote, position))
         return heads_of
 
-    def rearrange(
-        self, layers: list[torch.Tensor], helped: MovedHeads | HostedLayers | None
-    ) -> list[torch.Tensor]:
+    def _halves(self, layer: int, pages: torch.Tensor) -> tuple["_Half", "_Half"]:
+        """Divide pages into those of this process and those of a helper, by the numbers that each side has
+        for them."""
+        hosted, first, position = self.hosted_pages, self._end_of_own, layer - self.layers.start
+        assert hosted is not None
+        are_hosted = pages >= first
+        own = _Half(~are_hosted, _PagesOfLayer(self.layer(layer), None, position), pages[~are_hosted])
+        there = _PagesOfLayer(hosted.layers[position], hosted.remote, position)
+        return own, _Half(are_hosted, there, pages[are_hosted] - first)
+
+    def rearrange(self, layers: list[torch.Tensor], helped: Helped | None) -> list[torch.Tensor]:
         """Switch the pages to the memory `layers`, under the same numbers; a helper has `helped` (None:
         nothing). Returns the memory of the arrangement before.
 
         Used pages have been copied to `layers`, and nothing computes with them now. Pages that `layers` do
         not have are free.
         """
-        num_pages = len(layers[0])
+        hosted_pages = helped if isinstance(helped, HostedPages) else None
+        num_pages = len(layers[0]) + (0 if hosted_pages is None else len(hosted_pages))
         assert all(self._is_free[num_pages:])
         self._is_free = (self._is_free + [True] * num_pages)[:num_pages]
         self.num_pages = num_pages
@@ -300,6 +375,7 @@ class DeviceKVCache:
         before, self._tensors = self._tensors, layers
         self.moved = helped if isinstance(helped, MovedHeads) else None
         self.hosted = helped if isinstance(helped, HostedLayers) else None
+        self.hosted_pages = hosted_pages
         self.reopen()
         return before
 
@@ -317,6 +393,7 @@ class DeviceKVCache:
         """Stop allocating pages from `first` on until `rearrange` or `reopen`."""
         self._num_open = self.num_usable_pages = first
         self._free = [page for page in self._free if page < first]
+        self._free_hosted = [page for page in self._free_hosted if page < first]
 
     def keep_freed(self) -> None:
         """Stop allocating pages that are freed from now on, until `rearrange`, as a lost helper may still
@@ -327,7 +404,9 @@ class DeviceKVCache:
         """Allow the allocation of closed pages again."""
         assert not self._keeps_freed
         self.num_usable_pages = self._num_open = self.num_pages
-        self._free = [page for page in range(self.num_pages - 1, -1, -1) if self._is_free[page]]
+        free = [page for page in range(self.num_pages - 1, -1, -1) if self._is_free[page]]
+        self._free = [page for page in free if page < self._end_of_own]
+        self._free_hosted = [page for page in free if page >= self._end_of_own]
 
     def lend(self, num_pages: int) -> list[int]:
         """Take pages whose memory is returned to the operating system until they are freed.
@@ -357,17 +436,32 @@ class DeviceKVCache:
             self._lent.difference_update(pages)
         self.free(pages)
 
-    def allocate(self, num_pages: int) -> list[int]:
-        """Take `num_pages` free pages, whose content is undefined.
+    def allocate(self, num_pages: int, num_full: int = 0) -> list[int]:
+        """Take `num_pages` free pages, whose content is undefined. Loads alone will write the first
+        `num_full`, so that a helper can have them.
 
         Raises OutOfPages and takes none if there are fewer.
         """
-        if num_pages > len(self._free):
-            raise OutOfPages(num_pages, len(self._free), self.num_pages)
-        pages = [self._free.pop() for _ in range(num_pages)]
+        if num_pages > self.num_free_for(num_full):
+            raise OutOfPages(num_pages, self.num_free_for(num_full), self.num_pages)
+        num_hosted = self._num_to_host(num_pages, num_full)
+        pages = [self._free_hosted.pop() for _ in range(num_hosted)]
+        pages += [self._free.pop() for _ in range(num_pages - num_hosted)]
         for page in pages:
             self._is_free[page] = False
         return pages
+
+    def _num_to_host(self, num_pages: int, num_full: int) -> int:
+        """Return how many of a sequence's pages are to be at a helper.
+
+        It is the share that was ordered, or all that can be there if the sequence would have little room here
+        to grow.
+        """
+        if self.hosted_pages is None:
+            return 0
+        most, num_wanted = min(num_full, len(self._free_hosted)), round(num_pages * self.hosted_pages.share)
+        num_left = len(self._free) - (num_pages - min(num_wanted, most))
+        return most if num_left < GROWTH_SHARE * num_pages else min(num_wanted, most)
 
     def free(self, pages: Iterable[int]) -> None:
         """Free pages, which can be allocated again at once."""
@@ -375,7 +469,15 @@ class DeviceKVCache:
             assert not self._is_free[page], f"page {page} is already free"
             self._is_free[page] = True
             if page < self._num_open and not self._keeps_freed:
-                self._free.append(page)
+                (self._free if page < self._end_of_own else self._free_hosted).append(page)
+
+
+class _Half(NamedTuple):
+    """Pages of one layer at one side: which of a list of pages they are, a mask, and their numbers there."""
+
+    places: torch.Tensor
+    of_layer: _PagesOfLayer
+    pages: torch.Tensor
 
 
 def _runs(pages: Sequence[int]) -> list[range]:

@@ -16,7 +16,7 @@ import msgspec
 from kernels.cpu.mailbox import Wire
 from mooncake.errors import TransferError
 from mooncake.security.keys import ClusterKey
-from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
+from workers.engine.kvcache import DeviceKVCache, Helped
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
 from workers.modules import connections
@@ -32,7 +32,7 @@ from workers.modules.link_messages import (
 from workers.modules.remote_pages import PagesClient
 from workers.modules.shared_parts import shared_part
 
-_Connected = tuple[socket.socket, MovedHeads | HostedLayers, int]
+_Connected = tuple[socket.socket, Helped, int]
 """A connection, the hosted part, and its number of pages. The hosting ends with the connection."""
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds in which the helper must answer, after allocating the memory."""
@@ -57,7 +57,7 @@ class HelperLink:
     def __init__(
         self,
         sock: socket.socket,
-        helped: MovedHeads | HostedLayers,
+        helped: Helped,
         num_pages: int,
         on_lost: Callable[[], None],
     ) -> None:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from kernels.cpu.hosted_layers import LayersHelper, LayersOwner, LayersShape
 from kernels.cpu.mailbox import Wire
-from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, MailboxShape
+from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, MailboxShape
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads, RemotePages
+from workers.engine.kvcache import DeviceKVCache, Helped, HostedLayers, MovedHeads, RemotePages
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
 from workers.modules.link_messages import HostModules, Memory, MemoryLayout
@@ -36,7 +36,7 @@ class SharedPart(Protocol):
 
     def own(
         self, memory: Memory, timeout_s: float, wire: Wire | None = None, remote: RemotePages | None = None
-    ) -> MovedHeads | HostedLayers:
+    ) -> Helped:
         """Return the part at the owner's side. A helper that takes longer than `timeout_s` for a layer counts
         as lost. `wire` and `remote` connect the owner with a helper on another host."""
 
@@ -75,17 +75,17 @@ class _Heads:
     def own(
         self, memory: Memory, timeout_s: float, wire: Wire | None = None, remote: RemotePages | None = None
     ) -> MovedHeads:
-        owner = HeadsOwner(self._model.library, memory.mailbox, self._shape, timeout_s, wire)
+        owner = AttentionOwner(self._model.library, memory.mailbox, self._shape, timeout_s, wire)
         return MovedHeads(memory.layers, owner, remote)
 
     def host(self, memory: Memory, wire: Wire | None = None) -> Hosted:
         windows = [self._model.spec.layer_sliding_window(layer) for layer in self._kv.layers]
         library, (mailbox, layers) = self._model.library, memory
-        return _HostedHeads(HeadsHelper(library, mailbox, self._shape, layers, windows, wire))
+        return _HostedHeads(AttentionHelper(library, mailbox, self._shape, layers, windows, wire))
 
 
 class _HostedHeads:
-    def __init__(self, helper: HeadsHelper) -> None:
+    def __init__(self, helper: AttentionHelper) -> None:
         self._helper = helper
         self.close = helper.close
 
@@ -114,7 +114,7 @@ class _Layers:
 
     def host(self, memory: Memory, wire: Wire | None = None) -> Hosted:
         own = self._kv
-        helper = LayersHelper(self._model.library, memory.mailbox, self._shape, own.page_size, wire)
+        helper = LayersHelper(self._model.library, memory.mailbox, self._shape, wire)
         kv = DeviceKVCache(
             own.spec,
             self._layers,

@@ -28,6 +28,7 @@ Sequence<T, D> sequence_of(const Attention<T>& layer, const Batch& batch, int i,
         {layer.kv + head * head_elements, table, batch.num_kv_heads * head_elements, batch.page_size},
         group,
         batch.kv_lens[i] - batch.query_lens[i],
+        batch.num_keys[i],
         batch.query_lens[i],
         batch.window,
         batch.scale * LOG2_E,
@@ -51,8 +52,8 @@ struct Item {
 template <class T, int D>
 void find_first(const Attention<T>& layer, const Batch& batch, const Item& item, Block<T, D>& block) {
     const Sequence<T, D> s = sequence_of<T, D>(layer, batch, item.sequence, item.head, 0);
-    const int last = s.start + item.step, first = std::max(0, last - s.window + 1) / KEYS * KEYS;
-    Block<T, D>::find(s.rows, first, last + 1, block);
+    const int position = s.start + item.step, first = std::max(0, position - s.window + 1) / KEYS * KEYS;
+    Block<T, D>::find(s.rows, first, std::min(position + 1, s.num_keys), block);
 }
 
 template <class T, int D>

@@ -26,6 +26,7 @@ struct Batch {
     const int64_t* first_pages;   // where in `pages` each sequence's table begins
     const int32_t* query_lens;    // new tokens of each sequence
     const int32_t* kv_lens;       // all tokens of each sequence, the new ones included
+    const int32_t* num_keys;      // of each sequence, those that its pages have: all, or the first ones
     int64_t num_pages;            // of a layer
     int32_t num_sequences, num_heads, num_kv_heads, head_dim, page_size;
     int32_t window;               // keys that a query sees, itself included
@@ -82,6 +83,7 @@ struct Sequence {
     Rows<T, D> rows;
     int group;                    // query heads of this KV head
     int start;                    // position of the first query
+    int num_keys;                 // those behind are not in the pages
     int num_queries;
     int window;
     float scale_log2;             // the scale of scores, times log2(e)

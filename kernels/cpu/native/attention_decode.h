@@ -160,7 +160,7 @@ ALONE void attend_one(const Sequence<T, D>& s, int row, const Block<T, D>& after
     FewMemory<T, D> memory;
     alignas(64) float out[MOST_HEADS<T>][D];
     float maximum[MOST_HEADS<T>], total[MOST_HEADS<T>];
-    const int last = s.start + row, first = std::max(0, last - s.window + 1);
+    const int position = s.start + row, last = std::min(position, s.num_keys - 1), first = std::max(0, position - s.window + 1);
     const T* query = s.query + row * s.query_stride;
     for (int begin = 0; begin < s.group; begin += MOST_HEADS<T>) {
         const int num_heads = std::min(MOST_HEADS<T>, s.group - begin);
@@ -186,7 +186,7 @@ ALONE void attend_one(const Sequence<T, D>& s, int row, const Block<T, D>& after
         }
         for (int h = 0; h < num_heads; h++) {
             T* to = s.out + row * s.out_stride + (begin + h) * D;
-            const Floats inverse = div(set(1.0f), set(total[h]));
+            const Floats inverse = total[h] > 0.0f ? div(set(1.0f), set(total[h])) : zero();
             for (int d = 0; d < D; d += WIDTH) store_floats(to + d, mul(load(out[h] + d), inverse));
             if (s.lse != nullptr) {
                 s.lse[row * s.lse_stride + begin + h] = LN_2 * s.scale_log2 * maximum[h] + logf(total[h]);

@@ -55,7 +55,7 @@ template <class T, int D>
 ALONE void store_tile(const Sequence<T, D>& s, int column, const Tile<T, D>& tile) {
     const int num_columns = s.num_queries * s.group;
     for (int v = 0; v < COLUMNS; v += WIDTH) {
-        const Floats inverse = div(set(1.0f), load(&tile.total[v]));
+        const Floats total = load(&tile.total[v]), inverse = if_less(zero(), total, div(set(1.0f), total), zero());
         for (int d = 0; d < D; d += WIDTH) {
             Words r[WIDTH];
             UNROLL for (int i = 0; i < WIDTH; i++) r[i] = as_words(mul(load(&tile.out[d + i][v]), inverse));
@@ -157,12 +157,13 @@ INLINE void score_tile(const Block<T, D>& block, int page_size, int num_keys, co
     }
 }
 
-// Hides from each query the keys behind its position and those that its window has left.
+// Hides from each query the keys behind its position, those that its window has left, and those behind `last_key`.
 template <class T, int D>
-INLINE void hide_keys(int window, int key, int num_keys, const Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
-    const int begin = key <= tile.last - window ? 0 : std::max(0, tile.first + 1 - key);
+INLINE void hide_keys(int window, int key, int num_keys, int last_key, const Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
+    const int begin = key <= tile.last - window ? 0 : std::max(0, std::min(tile.first, last_key) + 1 - key);
     for (int v = 0; v < COLUMNS; v += WIDTH) {
-        const Floats last = load(&tile.position[v]), first = sub(last, set(float(window - 1)));
+        const Floats query = load(&tile.position[v]), first = sub(query, set(float(window - 1)));
+        const Floats last = min(query, set(float(last_key)));
         for (int k = begin; k < num_keys; k++) {
             const Floats position = set(float(key + k)), hidden = set(-INFINITY);
             Floats score = load(&memory.scores[k][v]);
@@ -210,10 +211,11 @@ ALONE void soften(int v, int num_keys, float scale_log2, Tile<T, D>& tile, Prefi
 template <class T, int D>
 INLINE void attend_tile(const Sequence<T, D>& s, const Block<T, D>& block, int key, Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
     const auto rounded = [](int n, int step) { return (n + step - 1) / step * step; };
-    const int num_seen = std::min(KEYS, tile.last + 1 - key), num_keys = rounded(num_seen, KEYS_AT_ONCE<T>);
+    const int last_key = s.num_keys - 1;
+    const int num_seen = std::min(KEYS, std::min(tile.last, last_key) + 1 - key), num_keys = rounded(num_seen, KEYS_AT_ONCE<T>);
     score_tile(block, s.rows.page_size, rounded(num_seen, ROWS_AT_ONCE<T>), tile, memory);
-    if (key + num_keys - 1 > tile.first || key <= tile.last - s.window) {
-        hide_keys(s.window, key, num_keys, tile, memory);
+    if (key + num_keys - 1 > std::min(tile.first, last_key) || key <= tile.last - s.window) {
+        hide_keys(s.window, key, num_keys, last_key, tile, memory);
     }
     for (int v = 0; v < COLUMNS; v += WIDTH) soften(v, num_keys, s.scale_log2, tile, memory);
     const int num_added = ON_TILES<T> ? num_keys : rounded(num_seen, PER_WORD<T>);
@@ -229,10 +231,10 @@ ALONE void prefill(const Sequence<T, D>& s, int column) {
     const int num_columns = s.num_queries * s.group;
     const int num_tiles = std::min(TILES, (num_columns - column + COLUMNS - 1) / COLUMNS);
     for (int t = 0; t < num_tiles; t++) load_tile(s, column + t * COLUMNS, memory.tiles[t]);
-    const int end = memory.tiles[num_tiles - 1].last + 1;
+    const int end = std::min(memory.tiles[num_tiles - 1].last + 1, s.num_keys);
     const int first = std::max(0, memory.tiles[0].first - s.window + 1);
     for (int key = first / KEYS * KEYS; key < end; key += KEYS) {
-        Block<T, D>::find(s.rows, key, s.start + s.num_queries, block);
+        Block<T, D>::find(s.rows, key, std::min(s.start + s.num_queries, s.num_keys), block);
         load_values(block, memory.values);
         for (int t = 0; t < num_tiles; t++) {
             Tile<T, D>& tile = memory.tiles[t];

@@ -8,7 +8,7 @@
 #include "idle_cores.h"
 #include "layer.h"
 #include "linear.h"
-#include "moved_heads.h"
+#include "moved_attention.h"
 #include "page_copy.h"
 
 #define EXPORT(NAME, T)                                                                                                       \

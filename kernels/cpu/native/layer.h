@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
-#include "moved_heads.h"
+#include "moved_attention.h"
 
 namespace {
 
@@ -28,7 +28,7 @@ struct LayerWeights {
 };
 
 // Norm, attention and the product after it, plus `residual`, which may be null. False if a slot is outside of the pages, or
-// the helper that has heads does not answer. `batch` has the heads that are not with a helper; `exchange` is null without one.
+// the helper that has heads or keys does not answer. `batch` has those that are not with a helper; `exchange` is null without one.
 //
 // `hidden`, `residual` and `out` are [tokens, hidden_size]; the last two may be one. The workspace has room for
 // tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim).
@@ -36,9 +36,9 @@ template <class T>
 bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Exchange<T>* exchange, const Slots& slots, const T* hidden,
                    T* kv, const T* residual, T* out, T* workspace) {
     const long rows = slots.num_tokens, size = w.hidden_size;
-    const bool has_moved = exchange != nullptr;
-    const int num_heads = batch.num_heads + (has_moved ? exchange->num_heads : 0);
-    const int num_kv_heads = batch.num_kv_heads + (has_moved ? exchange->num_kv_heads : 0);
+    const bool is_helped = exchange != nullptr;
+    const int num_heads = batch.num_heads + (is_helped ? exchange->num_moved_heads() : 0);
+    const int num_kv_heads = batch.num_kv_heads + (is_helped ? exchange->num_moved_kv_heads() : 0);
     const long query_size = long(num_heads) * batch.head_dim, qkv_size = query_size + 2 * long(num_kv_heads) * batch.head_dim;
     T *narrow = workspace, *qkv = narrow + rows * std::max(size, query_size);
 
@@ -47,9 +47,9 @@ bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Exchange<
     const Pages pages = {batch.num_pages, num_heads, num_kv_heads, batch.num_kv_heads, batch.head_dim, batch.page_size};
     const HeadNorms<T> norms = {w.query_norm, w.key_norm, w.eps};
     if (!rotate_and_write(qkv, kv, slots, pages, norms)) return false;
-    if (has_moved) exchange->ask(qkv, rows, pages);
-    attend_any(Attention<T>{qkv, qkv_size, kv, narrow, query_size, nullptr}, batch);
-    if (has_moved && !exchange->take(narrow, rows, query_size, batch.head_dim)) return false;
+    if (is_helped) exchange->ask(qkv, rows, pages);
+    attend_any(Attention<T>{qkv, qkv_size, kv, narrow, query_size, is_helped ? exchange->lse : nullptr}, batch);
+    if (is_helped && !exchange->take(narrow, rows, query_size, batch.head_dim)) return false;
     multiply_all(Linear<T>{narrow, query_size / PER_WORD<T>, w.o_bias, residual, size}, w.o, rows, out);
     return true;
 }

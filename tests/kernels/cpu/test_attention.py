@@ -116,6 +116,38 @@ def test_equals_naive_attention(
 
 @on_every_isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("page_size", "window"), [(32, None), (8, 24), (5, 70), (16, 1)])
+def test_attention_to_the_first_keys_and_to_the_others_is_attention_to_all(
+    isa: Isa, dtype: torch.dtype, page_size: int, window: int | None
+) -> None:
+    heads = AttentionShape(6, 2, 64, 0.2)
+    case = make_case(heads, page_size, dtype)
+    expected, expected_lse = naive(case, window)
+    ends = np.cumsum([query_len for query_len, _ in SEQUENCES])
+    for (query_len, kv_len), table, end in zip(SEQUENCES, case.tables, ends, strict=True):
+        rows = slice(int(end) - query_len, int(end))
+        for num in {1, (kv_len - query_len) // page_size}:
+            if not 0 < num * page_size <= kv_len - query_len:
+                continue
+            query, shape, results = case.query[rows], case.kv_layer.shape, []
+            for kv, pages, num_keys in (
+                (kv_len, table[:num], [num * page_size]),
+                (kv_len - num * page_size, table[num:], None),
+            ):
+                part = PagedAttention(
+                    library_of(isa), [query_len], [kv], [pages], shape, heads, window, num_keys
+                )
+                lse = torch.empty(query.shape[:2])
+                results.append((part(query, case.kv_layer, lse).double(), lse.double()))
+            (first, first_lse), (other, other_lse) = results
+            lse = torch.logaddexp(first_lse, other_lse)
+            merged = first * (first_lse - lse).exp()[..., None] + other * (other_lse - lse).exp()[..., None]
+            torch.testing.assert_close(merged, expected[rows], rtol=0, atol=TOLERANCE[dtype])
+            torch.testing.assert_close(lse, expected_lse[rows], rtol=0, atol=1e-3)
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_batched(

@@ -36,11 +36,11 @@ def mailbox(
         near, far = socket.socketpair()
         here, there = (torch.zeros(shape.size_bytes, dtype=torch.uint8) for _ in range(2))
         owner = LayersOwner(library, here, shape, timeout_s, Wire(near, timeout_s))
-        return owner, LayersHelper(library, there, shape, PAGE_SIZE, Wire(far, None))
+        return owner, LayersHelper(library, there, shape, Wire(far, None))
     memory = torch.zeros(SHAPE.size_bytes, dtype=torch.uint8) if memory is None else memory
     return (
         LayersOwner(library, memory, SHAPE, timeout_s),
-        LayersHelper(library, memory, SHAPE, PAGE_SIZE),
+        LayersHelper(library, memory, SHAPE),
     )
 
 
@@ -198,7 +198,7 @@ def test_a_helper_that_takes_nothing_from_the_stream_counts_as_lost() -> None:
 def test_a_frame_that_does_not_fit_ends_the_exchange(counter: int, offset: int, num_bytes: int) -> None:
     near, far = socket.socketpair()
     memory = torch.zeros(SHAPE.size_bytes, dtype=torch.uint8)
-    helper = LayersHelper(library_of(SUPPORTED[0]), memory, SHAPE, PAGE_SIZE, Wire(far, None))
+    helper = LayersHelper(library_of(SUPPORTED[0]), memory, SHAPE, Wire(far, None))
     with near:
         near.sendall(struct.pack("=IIQQ", counter, 1, offset, num_bytes))
         assert helper.await_pass() is None

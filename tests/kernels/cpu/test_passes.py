@@ -18,7 +18,7 @@ def test_what_is_written_is_read() -> None:
     described = ints()
     tables = [np.arange(3), np.arange(3, 5)]
     write_pass(described, range(2, 5), [1, 9], [17, 9], tables, PAGE_SIZE)
-    read = read_pass(described, 7, PAGE_SIZE)
+    read = read_pass(described, 7)
     assert (read.number, read.layers, read.query_lens, read.kv_lens) == (7, range(2, 5), [1, 9], [17, 9])
     assert [table.tolist() for table in read.page_tables] == [[0, 1, 2], [3, 4]]
 
@@ -27,22 +27,24 @@ def test_what_is_written_is_read() -> None:
     ("num_sequences", "lens"),
     [
         (0, []),
-        (-1, [1, 1]),
-        (MOST, [1, 1]),
-        (-MOST, [1, 1]),
-        (1, [0, 0]),
-        (1, [0, 1]),
-        (1, [2, 1]),
-        (1, [-1, 1]),
-        (1, [1, MOST]),
-        (1, [MOST, MOST]),
-        (2, [MOST, 4 - MOST, MOST, 8 - MOST]),
-        (2, [1, 1, MOST, -MOST]),
-        (3, [1, 1, 1, 16, 16, 16]),
+        (-1, [1, 1, 1]),
+        (MOST, [1, 1, 1]),
+        (-MOST, [1, 1, 1]),
+        (1, [0, 0, 1]),
+        (1, [0, 1, 1]),
+        (1, [2, 1, 1]),
+        (1, [-1, 1, 1]),
+        (1, [1, 1, 0]),
+        (1, [1, 1, -1]),
+        (1, [1, MOST, MOST]),
+        (2, [1, 1, 1, 1, MOST, 4 - MOST]),
+        (2, [1, 1, 1, 1, MOST, MOST]),
+        (3, [1, 1, 1, 16, 16, 16, 2, 2, 2]),
     ],
 )
 def test_lengths_that_no_pass_has_are_refused(num_sequences: int, lens: list[int]) -> None:
+    """`lens` are the numbers of new tokens, of all tokens, and of pages."""
     described = ints()
     described[: 4 + len(lens)] = [num_sequences, 0, 0, 1, *lens]
-    with pytest.raises(ValueError, match="lengths of"):
-        read_pass(described, 1, PAGE_SIZE)
+    with pytest.raises(ValueError, match="sequences"):
+        read_pass(described, 1)

@@ -17,7 +17,7 @@ import torch
 from kernels.cpu.library import Library
 from kernels.cpu.memory import HUGE_PAGE_BYTES, populate
 from kernels.cpu.page_copy import PageCopies
-from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
+from workers.engine.kvcache import DeviceKVCache, Helped, HostedLayers, HostedPages, MovedHeads
 from workers.errors import ModulesStayError
 
 _GROWTH_SHARE = 0.1
@@ -29,27 +29,28 @@ _COPIED_BYTES = 64 << 20
 class KVCacheMove:
     """A move of `kv` to `num_pages` pages, of which a helper has `helped` (None: nothing)."""
 
-    def __init__(
-        self, library: Library, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None
-    ) -> None:
+    def __init__(self, library: Library, kv: DeviceKVCache, num_pages: int, helped: Helped | None) -> None:
         """Reserve the memory of the new pages. Raises OSError without memory."""
         self._kv, self._helped = kv, helped
         moved = helped if isinstance(helped, MovedHeads) else None
         num_moved = 0 if moved is None else moved.layers[0].shape[1]
-        self._own = kv.new_layers(num_pages, len(kv.kv_heads) - num_moved)
-        self._layers = list(self._own)
+        before_layers = [kv.layer(layer) for layer in kv.layers]
+        # A helper's pages are further ones, and have nothing when they come or go.
+        are_further = isinstance(helped, HostedPages) or kv.hosted_pages is not None
+        self._own = [] if are_further else kv.new_layers(num_pages, len(kv.kv_heads) - num_moved)
+        self._layers = before_layers if are_further else list(self._own)
         if isinstance(helped, HostedLayers):
             for layer, pages in zip(helped.layers, helped.pages, strict=True):
                 self._layers[layer - kv.layers.start] = pages
             first = helped.layers.start - kv.layers.start
             del self._own[first : first + len(helped.layers)]
-        before = _Heads([kv.layer(layer) for layer in kv.layers], kv.helped, kv.layers.start)
-        after = _Heads(self._layers, helped, kv.layers.start)
+        before = _Heads(before_layers, None if are_further else kv.helped, kv.layers.start)
+        after = _Heads(self._layers, None if are_further else helped, kv.layers.start)
         assert before.remote is None or after.remote is None, "modules go from one helper to no other"
         self._before, self._after = before.remote, after.remote
         self._staged = after.staged if before.staged is None else before.staged
         """Memory for pages of a helper on another host, some at a time."""
-        pairs = list(zip(before.pages, after.pages, strict=True))
+        pairs = [] if are_further else list(zip(before.pages, after.pages, strict=True))
         parts = [(source.tensor, target.tensor) for source, target in pairs]
         here = [not (source.is_staged or target.is_staged) for source, target in pairs]
         self._copies = PageCopies(library, itertools.compress(parts, here))
@@ -85,6 +86,8 @@ class KVCacheMove:
     def _expected_spans(self) -> list[tuple[int, int]]:
         """Return the bytes of each own layer that will be in use when the move is complete: huge pages, of
         the pages that are in use, and of those that come into use next."""
+        if not self._own:
+            return []
         used, num_pages = self._kv.used_pages(), len(self._own[0])
         next_used = itertools.chain(used, self._kv.free_pages, range(self._kv.num_pages, num_pages))
         num_expected = min(num_pages, len(used) + round(_GROWTH_SHARE * num_pages))
@@ -145,9 +148,7 @@ class _HeadPages(NamedTuple):
 class _Heads:
     """All heads of all layers in one arrangement. Those of a helper on another host are staged here."""
 
-    def __init__(
-        self, layers: Sequence[torch.Tensor], helped: MovedHeads | HostedLayers | None, first: int
-    ) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], helped: Helped | None, first: int) -> None:
         """`layers` are those from `first` on, of which a helper has `helped`."""
         self.remote = None if helped is None else helped.remote
         self.staged: torch.Tensor | None = None

@@ -23,7 +23,7 @@ from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.sequence import Sequence
-from workers.engine.kvcache import HostedLayers, MovedHeads
+from workers.engine.kvcache import Helped
 from workers.errors import ModulesStayError
 from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end
@@ -100,7 +100,7 @@ class Rearranger:
                 await self._call_off(sequence)
             await self._turn_taken.wait()
 
-    def begin(self, num_pages: int, helped: MovedHeads | HostedLayers | None) -> KVCacheMove:
+    def begin(self, num_pages: int, helped: Helped | None) -> KVCacheMove:
         """Begin a rearrangement to `num_pages` pages, of which a helper has `helped`.
 
         Raises ModulesStayError without memory for the pages, or for the weights of layers that come back.

@@ -115,13 +115,17 @@ class CpuLayers:
     ) -> torch.Tensor:
         """Compute consecutive layers in one call. Returns hidden states `[T, hidden_size]`.
 
-        Raises HelperLost if a helper that has some of the heads is lost.
+        Raises HelperLost if a helper that has some of the heads or pages is lost.
         """
         heads, helped = self._heads, None
         if kv.moved is not None:
             helped = kv.moved.owner
             heads = heads.without(helped.shape.heads)
             helped.begin(layers, batch.query_lens, batch.kv_lens, batch.page_tables, batch.page_size)
+        elif kv.hosted_pages is not None and (hosted := batch.hosted) is not None:
+            helped = kv.hosted_pages.owner
+            query_lens, kv_lens, tables, tokens = hosted
+            helped.begin(layers, query_lens, kv_lens, tables, batch.page_size, tokens)
         of_pass = [
             (self._layers[layer], kv.layer(layer), self._attention(layer, batch, heads)) for layer in layers
         ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from kernels.cpu.moved_heads import HeadsHelper
+from kernels.cpu.moved_attention import AttentionHelper
 from kernels.cpu.passes import HostedPass
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
@@ -35,12 +35,12 @@ class Stopped:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._goes_on = threading.Event()
         self.began, self.ended = threading.Event(), threading.Event()
-        monkeypatch.setattr(HeadsHelper, "host", lambda helper, described: self._stop(helper, described))
+        monkeypatch.setattr(AttentionHelper, "host", lambda helper, described: self._stop(helper, described))
 
     def go_on(self) -> None:
         self._goes_on.set()
 
-    def _stop(self, helper: HeadsHelper, described: HostedPass) -> None:
+    def _stop(self, helper: AttentionHelper, described: HostedPass) -> None:
         self.began.set()
         assert self._goes_on.wait(DEADLINE_S)
         layer = described.layers.start
@@ -129,13 +129,13 @@ async def test_an_owner_ends_although_its_helper_stands_still(
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Helpers of heads take so much longer for each pass."""
-    host = HeadsHelper.host
+    host = AttentionHelper.host
 
-    def slowly(helper: HeadsHelper, described: HostedPass) -> None:
+    def slowly(helper: AttentionHelper, described: HostedPass) -> None:
         time.sleep(seconds)
         host(helper, described)
 
-    monkeypatch.setattr(HeadsHelper, "host", slowly)
+    monkeypatch.setattr(AttentionHelper, "host", slowly)
 
 
 async def test_a_slow_helper_has_nothing_after_a_while(

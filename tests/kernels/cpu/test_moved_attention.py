@@ -15,7 +15,7 @@ from kernels.cpu.elementwise import Slots
 from kernels.cpu.layer import Layer, run_layers
 from kernels.cpu.library import Isa, Library
 from kernels.cpu.mailbox import HelperLost, Wire
-from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, MailboxShape
+from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, MailboxShape
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 from tests.kernels.cpu.test_layer import HIDDEN, weights
@@ -71,21 +71,21 @@ def mailbox(
     memory: torch.Tensor | None = None,
     *,
     is_wired: bool = False,
-) -> tuple[HeadsOwner, HeadsHelper]:
+) -> tuple[AttentionOwner, AttentionHelper]:
     """Both ends of one mailbox in `memory`, or of two that a stream connects."""
     shape = shape_of(dtype)
     memory = torch.zeros(shape.size_bytes, dtype=torch.uint8) if memory is None else memory
     if not is_wired:
-        helper = HeadsHelper(library, memory, shape, pages.moved, WINDOWS)
-        return HeadsOwner(library, memory, shape, timeout_s), helper
+        helper = AttentionHelper(library, memory, shape, pages.moved, WINDOWS)
+        return AttentionOwner(library, memory, shape, timeout_s), helper
     near, far = socket.socketpair()
-    owner = HeadsOwner(library, memory, shape, timeout_s, Wire(near, timeout_s))
+    owner = AttentionOwner(library, memory, shape, timeout_s, Wire(near, timeout_s))
     there = torch.zeros_like(memory)
-    return owner, HeadsHelper(library, there, shape, pages.moved, WINDOWS, Wire(far, None))
+    return owner, AttentionHelper(library, there, shape, pages.moved, WINDOWS, Wire(far, None))
 
 
 @contextmanager
-def hosting(helper: HeadsHelper) -> Iterator[None]:
+def hosting(helper: AttentionHelper) -> Iterator[None]:
     """The helper answers in a thread of its own."""
 
     def host() -> None:
@@ -108,7 +108,7 @@ class Layers:
         self.library, self.hidden = library, random((sum(QUERY_LENS), HIDDEN), dtype, 20)
 
     def run(
-        self, kv_layers: list[torch.Tensor], moved: HeadsOwner | None = None, first: int = 0
+        self, kv_layers: list[torch.Tensor], moved: AttentionOwner | None = None, first: int = 0
     ) -> torch.Tensor:
         """The layers from `first` on, each with the same weights."""
         heads = HEADS if moved is None else HEADS.without(MOVED)
@@ -194,7 +194,7 @@ def test_another_number_than_that_of_the_layer_is_no_answer(answered: int) -> No
     memory = torch.zeros(shape.size_bytes, dtype=torch.uint8)
     memory.view(torch.int64)[ANSWERED_BYTE // 8] = answered & 0xFFFFFFFF
     with pytest.raises(HelperLost):
-        layers.run(pages.kept, HeadsOwner(layers.library, memory, shape, timeout_s=0.05))
+        layers.run(pages.kept, AttentionOwner(layers.library, memory, shape, timeout_s=0.05))
 
 
 def test_a_pass_that_is_longer_than_the_mailbox_is_refused() -> None:

@@ -1,10 +1,16 @@
-"""Attention of some KV heads in a helper's process (moved_heads.h; BanaServe, section 4.1, figure 4).
+"""A part of attention in a helper's process (moved_attention.h; BanaServe, section 4.1, figure 4).
 
 Both processes have a mailbox (`kernels.cpu.mailbox`), in which the owner of the sequences describes each pass
-and asks for each layer. The helper's attention reads and writes the pages of the moved heads. The moved heads
-are the last ones. Bytes exchanged by a token and layer: queries, keys and values to the helper, results back.
-The result is, bit for bit, that of attention over all heads in one process, as heads do not depend on each
-other.
+and asks for each layer. The helper has either part:
+
+- The last KV heads. The helper's attention reads and writes their pages. Bytes exchanged by a token and
+  layer: queries, keys and values to the helper, results back. The result is, bit for bit, that of attention
+  over all heads in one process, as heads do not depend on each other.
+- The first pages of some sequences, all of them full. Bytes exchanged by a token of these sequences and
+  layer: the queries of all heads to the helper; results, and the logarithms L of the softmaxes'
+  denominators, back.
+  With O and L from both processes, the attention of a head is exp(L1 - L) O1 + exp(L2 - L) O2 with
+  L = log(exp L1 + exp L2). Sums are in another order than in one process, so bits differ.
 
 Owns: the layout of a mailbox, both ends of the exchange. Does not know: processes, how memory is shared.
 """
@@ -22,14 +28,19 @@ from kernels.cpu.library import Library
 from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, Wire, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
 
+_LSE_BYTES = 4
+
 
 class _Exchange(ctypes.Structure):
-    """The C++ `struct Exchange` of moved_heads.h."""
+    """The C++ `struct Exchange` of moved_attention.h."""
 
     _fields_ = (
         ("mailbox", c_void_p),
         ("asked", c_void_p),
         ("answers", c_void_p),
+        ("tokens", c_void_p),
+        ("num_tokens", c_int64),
+        ("lse", c_void_p),
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("timeout_ms", c_int64),
@@ -37,28 +48,36 @@ class _Exchange(ctypes.Structure):
 
 
 class _HostedLayer(ctypes.Structure):
-    """The C++ `struct HostedLayer` of moved_heads.h."""
+    """The C++ `struct HostedLayer` of moved_attention.h."""
 
     _fields_ = (("batch", c_void_p), ("kv", c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
 class MailboxShape:
-    """The sizes of a mailbox: the longest pass that can be described, and the moved heads."""
+    """The sizes of a mailbox: the longest pass that can be described, and what the helper has."""
 
     num_tokens: int
     """New tokens of a pass, over all its sequences."""
     num_sequences: int
     num_pages: int
-    """Pages of a pass, over all its sequences."""
+    """Pages of a pass at the helper, over all its sequences."""
     heads: AttentionShape
-    """The moved heads alone."""
+    """The heads to which the helper attends."""
     dtype: torch.dtype
+    has_keys: bool = False
+    """Whether the helper has the first pages of sequences, with all heads; False: the last heads."""
+
+    @property
+    def moved_heads(self) -> AttentionShape | None:
+        """The heads that the helper alone has; None for none."""
+        return None if self.has_keys else self.heads
 
     @property
     def row_elements(self) -> int:
-        """The elements of a token's request row: queries, keys, values."""
-        return (self.heads.num_heads + 2 * self.heads.num_kv_heads) * self.heads.head_dim
+        """The elements of a token's request row: queries, and keys and values of moved heads."""
+        num_written = 0 if self.has_keys else 2 * self.heads.num_kv_heads
+        return (self.heads.num_heads + num_written) * self.heads.head_dim
 
     @property
     def asked_offset(self) -> int:
@@ -73,12 +92,13 @@ class MailboxShape:
     @property
     def size_bytes(self) -> int:
         """The bytes of the mailbox, whole memory pages."""
-        num_elements = self.num_tokens * self.heads.num_heads * self.heads.head_dim
-        return self.answers_offset + aligned(num_elements * self.dtype.itemsize)
+        lse_bytes = _LSE_BYTES if self.has_keys else 0
+        row_bytes = self.heads.num_heads * (self.heads.head_dim * self.dtype.itemsize + lse_bytes)
+        return self.answers_offset + aligned(self.num_tokens * row_bytes)
 
 
-class _HeadsMailbox(Mailbox):
-    """One end of a mailbox for heads; `shape` has its sizes."""
+class _AttentionMailbox(Mailbox):
+    """One end of a mailbox for attention; `shape` has its sizes."""
 
     def __init__(
         self, library: Library, memory: torch.Tensor, shape: MailboxShape, wire: Wire | None
@@ -90,8 +110,9 @@ class _HeadsMailbox(Mailbox):
         self._answers_address = memory.data_ptr() + shape.answers_offset
 
 
-class HeadsOwner(_HeadsMailbox):
-    """The owner's end of a mailbox for heads. `timeout_s`: seconds that the helper may take for a layer."""
+class AttentionOwner(_AttentionMailbox):
+    """The owner's end of a mailbox for attention. `timeout_s`: seconds that the helper may take for a
+    layer."""
 
     def __init__(
         self,
@@ -103,12 +124,17 @@ class HeadsOwner(_HeadsMailbox):
     ) -> None:
         super().__init__(library, memory, shape, wire)
         heads = shape.heads
+        self._tokens = np.empty(0, np.int64)
+        self._lse = torch.empty((shape.num_tokens if shape.has_keys else 0, heads.num_heads))
         self._exchange = _Exchange(
             self._address,
             self._asked_address,
             self._answers_address,
+            None,
+            0,
+            self._lse.data_ptr() if shape.has_keys else None,
             heads.num_heads,
-            heads.num_kv_heads,
+            0 if shape.has_keys else heads.num_kv_heads,
             round(1000 * timeout_s),
         )
         self.address = ctypes.addressof(self._exchange)
@@ -121,14 +147,22 @@ class HeadsOwner(_HeadsMailbox):
         kv_lens: Sequence[int],
         page_tables: Sequence[np.ndarray],
         page_size: int,
+        tokens: np.ndarray | None = None,
     ) -> None:
         """Describe the next pass over these layers to the helper.
+
+        If the helper has pages of sequences, only these sequences are described, with their pages there, all
+        of them full; `tokens`, int64, are the rows of their new tokens in the pass.
 
         Raises ValueError for a pass that is too long, and HelperLost if an earlier pass has lost the helper.
         """
         if self.is_closed:
             raise self.lost()
-        shape, nums_pages = self.shape, [-(-kv_len // page_size) for kv_len in kv_lens]
+        shape = self.shape
+        nums_pages = [
+            min(len(table), -(-kv_len // page_size))
+            for kv_len, table in zip(kv_lens, page_tables, strict=True)
+        ]
         num_sequences, num_tokens, num_pages = len(query_lens), sum(query_lens), sum(nums_pages)
         if (
             num_tokens > shape.num_tokens
@@ -139,12 +173,17 @@ class HeadsOwner(_HeadsMailbox):
                 f"expected a pass of at most {shape.num_tokens} tokens of {shape.num_sequences} sequences in "
                 f"{shape.num_pages} pages, got {num_tokens}, {num_sequences} and {num_pages}"
             )
+        if shape.has_keys:
+            if tokens is None or len(tokens) != num_tokens or tokens[-1] >= shape.num_tokens:
+                raise ValueError(f"expected {num_tokens} rows below {shape.num_tokens}, got {tokens}")
+            self._tokens = tokens  # the C++ code reads them by address
+            self._exchange.tokens, self._exchange.num_tokens = tokens.ctypes.data, num_tokens
         num_bytes = write_pass(self._ints, layers, query_lens, kv_lens, page_tables, page_size)
         self._begin_pass(COUNTERS_BYTES, num_bytes)
 
 
-class HeadsHelper(_HeadsMailbox):
-    """The helper's end of a mailbox for heads, for one thread.
+class AttentionHelper(_AttentionMailbox):
+    """The helper's end of a mailbox for attention, for one thread.
 
     `kv_layers` are the hosted pages of the layers from 0 on, each `[num_pages, num_kv_heads, 2, page_size,
     head_dim]`; `windows` are the layers' sliding windows in tokens.
@@ -173,7 +212,7 @@ class HeadsHelper(_HeadsMailbox):
         if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
             return None
         self._num_passes = self._code.passes_begun(self._address)
-        return read_pass(self._ints, self._num_passes, self._kv_layers[0].shape[3])
+        return read_pass(self._ints, self._num_passes)
 
     def host(self, described: HostedPass) -> None:
         """Answer each layer of a pass. Blocks until the pass is complete, or the owner has ended it.
@@ -183,6 +222,8 @@ class HeadsHelper(_HeadsMailbox):
         Raises ValueError for a pass that does not fit the hosted pages.
         """
         kv_shape, shape = self._kv_layers[0].shape, self.shape
+        page_size, num_tokens = kv_shape[3], sum(described.query_lens)
+        num_keys = [len(table) * page_size for table in described.page_tables] if shape.has_keys else None
         attentions: dict[int | None, PagedAttention] = {}
         for layer in described.layers:
             window = self._windows[layer]
@@ -195,6 +236,7 @@ class HeadsHelper(_HeadsMailbox):
                     kv_shape,
                     shape.heads,
                     window,
+                    num_keys,
                 )
         layers = (_HostedLayer * len(described.layers))(
             *(
@@ -202,17 +244,16 @@ class HeadsHelper(_HeadsMailbox):
                 for layer in described.layers
             )
         )
-        pages, offsets = described.slots(kv_shape[3])
-        if len(pages) > shape.num_tokens:
-            raise ValueError(f"expected a pass of at most {shape.num_tokens} tokens, got {len(pages)}")
+        if num_tokens > shape.num_tokens:
+            raise ValueError(f"expected a pass of at most {shape.num_tokens} tokens, got {num_tokens}")
+        slots = None if shape.has_keys else described.slots(page_size)
         self._host_layers(
             self._address,
             described.number,
             ctypes.addressof(layers),
             len(layers),
-            pages.ctypes.data,
-            offsets.ctypes.data,
-            len(pages),
+            *((None, None) if slots is None else (slot.ctypes.data for slot in slots)),
+            num_tokens,
             self._asked_address,
             self._answers_address,
         )
