@@ -84,7 +84,7 @@ class Mailbox:
         No pass may follow, as it may need KVCache that the unanswered pass has not written.
         """
         self.close()
-        return HelperLost("the helper that has some of the heads or layers does not answer")
+        return HelperLost("the helper that has some of the modules does not answer")
 
 
 def aligned(num_bytes: int) -> int:

@@ -14,8 +14,8 @@ All messages pass through the Conductor, so the request always has one owner: th
 has `HandedOver`, the destination from then on. A failure before `HandedOver` ends the migration, not the
 request.
 
-Modules (KV heads or layers) move to a helper, and back, by order of operators or of the Conductor itself
-(BanaServe, section 4.1):
+Modules (KV heads, layers, or pages of sequences) move to a helper, and back, by order of operators or of the
+Conductor itself (BanaServe, section 4.1):
 
     MoveModules       operator, through a front -> Conductor  (`mooncake.messages.operators`)
     PlaceModules      Conductor -> owner of them, which agrees with the helper (`workers.modules`)
@@ -25,6 +25,7 @@ Owns: this vocabulary. Does not know: sockets, why anything moves.
 """
 
 import re
+from typing import Annotated
 
 import msgspec
 
@@ -128,11 +129,16 @@ MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
 """The orders to source and destination."""
 
 
-# -- modules: KV heads and layers -------------------------------------------------------------------
+# -- modules: KV heads, layers, pages -----------------------------------------------------------------
 
 
 LAYERS_PATTERN = "^([0-9]{1,5}):([0-9]{1,5})$"
 """The pattern of layers in text: `START:STOP`."""
+
+
+LEAST_SHARE, MOST_SHARE = 0.01, 0.99
+"""The bounds of a share of sequences that can be at a helper."""
+Share = Annotated[float, msgspec.Meta(ge=0, le=MOST_SHARE)]
 
 
 class LayerRange(msgspec.Struct, frozen=True):
@@ -163,11 +169,18 @@ class LayerRange(msgspec.Struct, frozen=True):
 
 
 class ModulesPart(msgspec.Struct, frozen=True):
-    """A part of a model that a helper can have: `layers`, or the last `num_heads` KV heads of all layers;
-    without either, nothing."""
+    """A part of a model or its KVCache that a helper can have: `layers`, the last `num_heads` KV heads of all
+    layers, or the first `share` of the pages of each sequence. One of them is given, or none: nothing."""
 
     num_heads: Count = 0
     layers: LayerRange | None = None
+    share: Share = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.num_heads > 0) + (self.layers is not None) + (self.share > 0) > 1:
+            raise ValueError("expected KV heads, layers or a share of sequences, got several of them")
+        if 0 < self.share < LEAST_SHARE:
+            raise ValueError(f"expected a share of at least {LEAST_SHARE}, got {self.share}")
 
     def __bool__(self) -> bool:
         return self != _NOTHING
@@ -175,11 +188,15 @@ class ModulesPart(msgspec.Struct, frozen=True):
     @property
     def what(self) -> str:
         """The part as text."""
+        if self.share:
+            return f"the first {100 * self.share:g}% of sequences"
         return f"{self.num_heads} of the KV heads" if self.layers is None else f"layers {self.layers}"
 
     @property
     def kind(self) -> str:
         """The kind of modules that the part has, as text."""
+        if self.share:
+            return "pages"
         return "KV heads" if self.layers is None else "layers"
 
 

@@ -78,6 +78,8 @@ class Sizes:
 
     num_pool_pages: int = 64
     num_device_pages: int = 64
+    num_prefill_pages: int | None = None
+    """device pages of the prefill instance; None: as many as others have"""
     prefill_chunk: int = 20
     layerwise_overlap: bool = True
     max_batch: int = 8
@@ -129,7 +131,7 @@ class InstanceUnderTest:
         self.identity = peer_identity(name, 1)
         self.pools = pools
         self.decoding: asyncio.Task[None] | None = None
-        executors = cluster.executors()
+        executors = cluster.executors(role)
         self.executor, pool, kv = executors[0], pools[0], executors[0].kv
         self.ranks: FollowedGroup | None = None
         if len(pools) > 1:
@@ -244,9 +246,12 @@ class MiniCluster:
         model.load_weights(self._weights.items())
         return model
 
-    def executors(self) -> list[Executor]:
+    def executors(self, role: Role) -> list[Executor]:
         """Those of an instance, one a rank."""
         sizes, models = self.sizes, [self._loaded(None)]
+        num_pages = sizes.num_device_pages
+        if role is Role.PREFILL and sizes.num_prefill_pages is not None:
+            num_pages = sizes.num_prefill_pages
         if sizes.num_ranks > 1:
             models = [self._loaded(shard) for shard in ThreadGroup(sizes.num_ranks).shards]
         return [
@@ -255,7 +260,7 @@ class MiniCluster:
                 DeviceKVCache(
                     self.spec,
                     model.layers,
-                    sizes.num_device_pages,
+                    num_pages,
                     sizes.block_size,
                     torch.float32,
                     kv_heads=model.kv_heads,

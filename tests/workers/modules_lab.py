@@ -33,11 +33,13 @@ WITH_A_THIRD = Sizes(num_decode=3, num_device_pages=NUM_PAGES, num_pool_pages=16
 """The third instance decodes requests that migrate to the owner."""
 
 
-Part = int | LayerRange
-"""Some layers, or so many KV heads; 0: nothing."""
+Part = int | LayerRange | float
+"""Some layers, so many KV heads, or a share of sequences; 0: nothing."""
 
 
 def part_of(part: Part) -> ModulesPart:
+    if isinstance(part, float):
+        return ModulesPart(share=part)
     return ModulesPart(part) if isinstance(part, int) else ModulesPart(layers=part)
 
 

@@ -48,7 +48,6 @@ from workers.decode.tbt_slo.double_check import DoubleCheck, HeldTokens, TooSlow
 from workers.decode.tbt_slo.inlining import PromptChunks
 from workers.decode.tbt_slo.pauses import DecodePauses
 from workers.decode.tbt_slo.prompt_budget import ChunkLimits, PromptBudget
-from workers.engine.kvcache import OutOfPages
 from workers.errors import NoRoomError, SessionLostError, report_of
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
@@ -193,7 +192,7 @@ class DecodeRunner:
         prompt's pass.
         """
         helper = self.modules.helper
-        return f"heads or layers of it are at {helper}, or move" if helper else ""
+        return f"modules of it are at {helper}, or move" if helper else ""
 
     @property
     def moves(self) -> MovesStats:
@@ -290,7 +289,7 @@ class DecodeRunner:
         """Give up a request that was to migrate to this instance; its source goes on."""
         if sequence.ref in self._jobs.going_on:
             self._jobs.cancel(sequence.ref)
-            reason = "the pages that it has here go, as KV heads or layers come back"
+            reason = "the pages that it has here go, as modules come back"
             await self._send(WorkFailed(sequence.ref, reason, retryable=True))
 
     async def _answered(self, ref: Ref, serving: Coroutine[None, None, None]) -> None:
@@ -306,8 +305,8 @@ class DecodeRunner:
             log.info("%s does not go on here: %s", ref.request_id, error)
             await self._beat()  # the next try goes by the pages that there are now
             await self._send(report_of(ref, error))
-        except (MooncakeError, OutOfPages) as error:
+        except MooncakeError as error:
             if self._pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("decode of %s failed: %s", ref.request_id, error)
-            await self._send(report_of(ref, error, retryable=not isinstance(error, OutOfPages)))
+            await self._send(report_of(ref, error))

@@ -223,6 +223,10 @@ class Sequence:
         self.left.set()
         self.prefilled.set()
 
+    def num_full_pages(self, page_size: int) -> int:
+        """Return the number of pages that the sequence's present KVCache fills."""
+        return self.num_kv_tokens // page_size
+
     def num_pages_needed(self, page_size: int) -> int:
         """Return the number of pages for the sequence's KVCache after the next planned iteration."""
         return -(-self.num_tokens_with_draw // page_size)

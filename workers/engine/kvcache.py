@@ -24,6 +24,11 @@ GROWTH_SHARE = 1 / 16
 pages."""
 
 
+LONG_SHARE = 1 / 32
+"""The least share of this process's pages with which a sequence is long. For a shorter one the exchange
+with a helper costs more than it saves."""
+
+
 class OutOfPages(RuntimeError):
     """Fewer pages are free than were asked for."""
 
@@ -454,12 +459,14 @@ class DeviceKVCache:
     def _num_to_host(self, num_pages: int, num_full: int) -> int:
         """Return how many of a sequence's pages are to be at a helper.
 
-        It is the share that was ordered, or all that can be there if the sequence would have little room here
-        to grow.
+        It is the share that was ordered, none of a short sequence, or all that can be there if the sequence
+        would have little room here to grow.
         """
         if self.hosted_pages is None:
             return 0
-        most, num_wanted = min(num_full, len(self._free_hosted)), round(num_pages * self.hosted_pages.share)
+        most, num_wanted = min(num_full, len(self._free_hosted)), 0
+        if num_pages >= LONG_SHARE * self._end_of_own:
+            num_wanted = round(num_pages * self.hosted_pages.share)
         num_left = len(self._free) - (num_pages - min(num_wanted, most))
         return most if num_left < GROWTH_SHARE * num_pages else min(num_wanted, most)
 

@@ -1,1 +1,1 @@
-"""KV heads and layers at a helper: another instance has their KVCache, and computes with it."""
+"""Modules at a helper: another instance has their KVCache, and computes with it."""

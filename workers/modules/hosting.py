@@ -85,7 +85,7 @@ class ModulesHost:
 
     @property
     def num_hosted(self) -> dict[str, Count]:
-        """The number of hosted heads of each owner, by name; 0 for an owner whose layers are hosted."""
+        """The number of hosted heads of each owner, by name; 0 for an owner of which no heads are."""
         return {owner: request.part.num_heads for owner, request in self._requests.items()}
 
     async def run(self) -> None:
@@ -188,7 +188,7 @@ class ModulesHost:
             raise ModulesStayError(f"{self._name} runs another release, or another model")
         share = share_of(request, self._model)
         if self._has_helper():
-            raise ModulesStayError(f"heads or layers of {self._name} are elsewhere themselves")
+            raise ModulesStayError(f"modules of {self._name} are elsewhere themselves")
         if request.owner in self._requests:
             raise ModulesStayError(
                 f"{self._requests[request.owner].part.what} of {request.owner} are at {self._name} already"
@@ -245,7 +245,7 @@ def _request(payload: bytes) -> FromOwner | None:
     try:
         return _decoder.decode(payload) if payload else None
     except msgspec.MsgspecError as error:
-        log.warning("an owner of KV heads or layers asks for something that cannot be read: %s", error)
+        log.warning("an owner of modules asks for something that cannot be read: %s", error)
         return None
 
 

@@ -1,9 +1,11 @@
-"""The parts of a model that can be at a helper: some KV heads of all layers, or some layers.
+"""The parts of a model that can be at a helper: some KV heads of all layers, some layers, or pages of
+sequences.
 
 Owns: the memory of a part, what each side computes with it. Does not know: how the sides are connected, which
 pages are lent.
 """
 
+import math
 from fractions import Fraction
 from typing import Protocol
 
@@ -11,10 +13,13 @@ from kernels.cpu.hosted_layers import LayersHelper, LayersOwner, LayersShape
 from kernels.cpu.mailbox import Wire
 from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, MailboxShape
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache, Helped, HostedLayers, MovedHeads, RemotePages
+from workers.engine.kvcache import DeviceKVCache, Helped, HostedLayers, HostedPages, MovedHeads, RemotePages
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
 from workers.modules.link_messages import HostModules, Memory, MemoryLayout
+
+_PARTS = 1000
+"""The most parts of which a share of sequences is a number."""
 
 
 class Hosted(Protocol):
@@ -47,14 +52,16 @@ class SharedPart(Protocol):
 def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
     """Return the part that a request names."""
     if request.part.layers is None:
-        return _Heads(request, num_pages, model, kv)
+        return _Attention(request, num_pages, model, kv)
     return _Layers(request, num_pages, model, kv)
 
 
 def share_of(request: HostModules, model: DecoderModel) -> Fraction:
-    """Return the fraction of a page that the part takes. Raises ModulesStayError for a part that the model
-    does not have."""
+    """Return the fraction of the memory of all pages that the part takes. Raises ModulesStayError for a part
+    that the model does not have."""
     spec, part = model.spec, request.part
+    if part.share:
+        return Fraction(part.share).limit_denominator(_PARTS)
     if part.layers is not None:
         if part.layers.stop > spec.num_layers or part.layers.count == spec.num_layers:
             raise ModulesStayError(f"the model has {spec.num_layers} layers")
@@ -64,27 +71,43 @@ def share_of(request: HostModules, model: DecoderModel) -> Fraction:
     return Fraction(part.num_heads, spec.num_kv_heads)
 
 
-class _Heads:
+class _Attention:
+    """KV heads of all pages, or some of the pages."""
+
     def __init__(self, request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
         self._model, self._kv = model, kv
-        heads = model.heads.last(request.part.num_heads)
-        self._shape = MailboxShape(request.most_tokens, request.most_sequences, num_pages, heads, kv.dtype)
+        heads, self._share = model.heads, None
+        if request.part.share:
+            self._share = share_of(request, model)
+            num_pages = math.ceil(self._share * num_pages)
+        else:
+            heads = heads.last(request.part.num_heads)
+        self._shape = MailboxShape(
+            request.most_tokens,
+            request.most_sequences,
+            num_pages,
+            heads,
+            kv.dtype,
+            has_keys=self._share is not None,
+        )
         layer_shape = (num_pages, heads.num_kv_heads, 2, kv.page_size, heads.head_dim)
         self.layout = MemoryLayout(self._shape.size_bytes, layer_shape, len(kv.layers), kv.dtype)
 
     def own(
         self, memory: Memory, timeout_s: float, wire: Wire | None = None, remote: RemotePages | None = None
-    ) -> MovedHeads:
+    ) -> MovedHeads | HostedPages:
         owner = AttentionOwner(self._model.library, memory.mailbox, self._shape, timeout_s, wire)
+        if self._share is not None:
+            return HostedPages(self._share, memory.layers, owner, remote)
         return MovedHeads(memory.layers, owner, remote)
 
     def host(self, memory: Memory, wire: Wire | None = None) -> Hosted:
         windows = [self._model.spec.layer_sliding_window(layer) for layer in self._kv.layers]
         library, (mailbox, layers) = self._model.library, memory
-        return _HostedHeads(AttentionHelper(library, mailbox, self._shape, layers, windows, wire))
+        return _HostedAttention(AttentionHelper(library, mailbox, self._shape, layers, windows, wire))
 
 
-class _HostedHeads:
+class _HostedAttention:
     def __init__(self, helper: AttentionHelper) -> None:
         self._helper = helper
         self.close = helper.close

@@ -90,7 +90,7 @@ async def test_a_helper_has_no_helper_whatever_a_conductor_orders(
         await pair.move(1)
         pair.helper.decode.place_modules(PlaceModules(1, 1, "d2", "no socket", ModulesPart(1)))
         await until(lambda: bool(pair.helper.decode.modules.error))
-        assert pair.helper.decode.modules.error == "d1 has KV heads or layers of others itself"
+        assert pair.helper.decode.modules.error == "d1 has modules of others itself"
         assert pair.helper.decode.modules.helper == ""
         executor = pair.owner.executor
         host = hosting_of(pair.owner, str(tmp_path / "owner.sock"))

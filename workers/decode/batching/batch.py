@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from workers.decode.batching.batch_shares import BatchShares
 from workers.decode.sequence import Sequence, SequenceState
-from workers.engine.kvcache import DeviceKVCache, OutOfPages
+from workers.engine.kvcache import DeviceKVCache
 from workers.errors import NoRoomError
 
 _by_rank = attrgetter("rank")
@@ -96,7 +96,7 @@ class DecodeBatch:
         num_pages = -(-(len(sequence.tokens) + 1) // self._kv.page_size) - len(sequence.pages)
         if self._waiting or (is_new and self._lacks_slot):
             return False
-        if self._kv.num_free_pages < num_pages + (not is_alone):
+        if self._kv.num_free_for(0) < num_pages + (not is_alone):
             return False
         sequence.pages += self._kv.allocate(num_pages)
         if is_new:
@@ -209,7 +209,7 @@ class DecodeBatch:
             if sequence.state is not SequenceState.RUNNING or sequence.ends_in_flight:
                 continue
             num_missing = sequence.num_pages_needed(self._kv.page_size) - len(sequence.pages)
-            if num_missing <= self._kv.num_free_pages:
+            if num_missing <= self._kv.num_free_for(0):
                 sequence.pages += self._kv.allocate(num_missing)
                 ready.append(sequence)
                 continue
@@ -247,13 +247,23 @@ class DecodeBatch:
         if len(self._running) == 1:
             if self._prepared:
                 return 0  # these are about to run, or to leave
-            self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
-            return 0
+            if not self._fits(sequence):
+                self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
+                return 0
         self.leave(last)
         return len(last.pages)
 
+    def _fits(self, sequence: Sequence) -> bool:
+        """Return whether a sequence fits into all pages, with its full pages at a helper as far as it has
+        some."""
+        page_size = self._kv.page_size
+        most_pages = self._kv.most_pages_for(sequence.num_full_pages(page_size))
+        return sequence.num_pages_needed(page_size) <= most_pages
+
     def _fail(self, sequence: Sequence, num_pages: int) -> None:
-        sequence.error = OutOfPages(num_pages, self._kv.num_free_pages, self._kv.num_usable_pages)
+        sequence.error = NoRoomError(
+            f"it needs {num_pages} device pages now, and there are {self._kv.num_usable_pages}"
+        )
         self.leave(sequence)
 
     # -- admission ----------------------------------------------------------------------------------
@@ -265,16 +275,17 @@ class DecodeBatch:
             sequence = self._first_waiting()
             is_first = not (self._running or self._loading or self._leaving or self._prepared)
             num_pages = sequence.num_pages_needed(kv.page_size) + (not is_first)
-            if is_first and kv.num_usable_pages < num_pages:
+            num_full = sequence.num_full_pages(kv.page_size)
+            if not self._fits(sequence):
                 self._fail(sequence, num_pages)
                 continue
-            if self._lacks_slot or kv.num_free_pages < num_pages:
-                for other in self._preempted_for(sequence, num_pages):
+            if self._lacks_slot or kv.num_free_for(num_full) < num_pages:
+                for other in self._preempted_for(sequence, num_pages, num_full):
                     self.leave(other)
-            if self._lacks_slot or kv.num_free_pages < num_pages:
+            if self._lacks_slot or kv.num_free_for(num_full) < num_pages:
                 return
             self._waiting.remove(sequence)
-            sequence.pages = kv.allocate(num_pages - (not is_first))
+            sequence.pages = kv.allocate(num_pages - (not is_first), num_full)
             sequence.state = SequenceState.LOADING
             self._loading.append(sequence)
             sequence.admitted.set()
@@ -296,7 +307,7 @@ class DecodeBatch:
         equals = (sequence for sequence in self._waiting if sequence.request.priority == priority)
         return min(equals, key=shares.fractions)
 
-    def _preempted_for(self, claim: Sequence, num_pages: int) -> list[Sequence]:
+    def _preempted_for(self, claim: Sequence, num_pages: int, num_full: int) -> list[Sequence]:
         """Return the sequences to preempt so that `claim` gets a slot and its pages; none if preemption
         cannot help.
 
@@ -305,7 +316,7 @@ class DecodeBatch:
         shares, chosen = self._shares(), list[Sequence]()
         num_slots = self._num_slots_taken
         num_slots -= sum(sequence.ends_in_flight for sequence in self._running)
-        num_free = self._kv.num_free_pages + self._num_coming_pages
+        num_free = self._kv.num_free_for(num_full) + self._num_coming_pages
         left = self._newest_first
         while num_slots >= self._max_batch or num_free < num_pages:
             yielding = [other for other in left if shares.yields(other, claim, 1, num_pages)]

@@ -149,7 +149,7 @@ class ModuleMoves:
         except ModulesStayError as error:
             self.meter.ended("refused")
             if str(error) != told_before:  # the Conductor asks again and again while the helper drains
-                log.warning("no KV heads or layers move: %s", error)
+                log.warning("no modules move: %s", error)
             self._tell(is_moving=False, error=str(error))
 
     async def _move(self, order: PlaceModules) -> None:
@@ -157,7 +157,7 @@ class ModuleMoves:
         if self._executor.kv.is_helped:
             raise ModulesStayError(f"{self.place.part.what} are at {self.place.helper}")
         if self._executor.kv.num_lent_pages:
-            raise ModulesStayError(f"{self._name} has KV heads or layers of others itself")
+            raise ModulesStayError(f"{self._name} has modules of others itself")
         if self._has_prompts():
             raise ModulesStayError(f"{self._name} still computes prompts that other instances decode")
         self._tell(helper=order.helper)
@@ -230,7 +230,7 @@ class ModuleMoves:
         kv = self._executor.kv
         if (num_pages := self._most_pages()) > kv.num_own_pages:
             raise ModulesStayError(
-                f"a request may need {num_pages} pages before its end, and with all heads and layers "
+                f"a request may need {num_pages} pages before its end, and with all modules "
                 f"there are {kv.num_own_pages}"
             )
         move = self._rearranger.begin(kv.num_own_pages, None)

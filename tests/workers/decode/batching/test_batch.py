@@ -9,8 +9,9 @@ from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.tiny_models import tiny_model
 from workers.decode.batching.batch import DecodeBatch
 from workers.decode.sequence import Sequence, SequenceState
-from workers.engine.kvcache import DeviceKVCache, OutOfPages
+from workers.engine.kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
+from workers.errors import NoRoomError
 from workers.execution.model_spec import model_spec
 
 PAGE_SIZE = 4
@@ -221,7 +222,7 @@ def test_what_never_fits_fails_instead_of_waiting(spec: ModelSpec, num_tokens: i
     batch.batch.join(sequence)
     batch.grown(sequence)
     batch.batch.release_left()
-    assert isinstance(sequence.error, OutOfPages)
+    assert isinstance(sequence.error, NoRoomError)
     assert sequence.admitted.is_set()
     assert sequence.left.is_set()
 
@@ -379,7 +380,7 @@ def test_sequences_that_wait_are_admitted_before_one_is_prepared(spec: ModelSpec
     entered = batch.entered(1)
     assert prepared(batch, 2)[1]
     assert entered.state is SequenceState.LOADING, "it had only not been planned yet"
-    batch.entered(30)
+    batch.entered(25)
     assert not prepared(batch, 1)[1]
 
 

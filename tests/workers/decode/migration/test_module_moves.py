@@ -329,7 +329,7 @@ async def test_modules_stay_away_while_a_request_may_need_more_pages_than_there_
             await until(lambda: bool(decoded.answer.tokens))
         place = await pair.place(0)
         assert (place.error, place.part.num_heads) == (
-            "a request may need 51 pages before its end, and with all heads and layers there are 48",
+            "a request may need 51 pages before its end, and with all modules there are 48",
             1,
         )
         assert len(await tokens_of(decoded.answer)) == 400
@@ -467,7 +467,7 @@ async def test_modules_and_passes_of_prompts_of_other_instances_wait_for_each_ot
         await until(lambda: not pair.owner.prefill_jobs.refs)
         await pair.move(1)
         late = pair.begin("late", 20, pair.helper, 40, inline=False)
-        reason = "heads or layers of it are at d1, or move"
+        reason = "modules of it are at d1, or move"
         assert await pair.lab.next_said(late.ref) == WorkFailed(late.ref, reason, retryable=True)
         pair.lab.abort(late)
         await pair.move(0)
