@@ -73,7 +73,8 @@ def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules)
     away, computed_away = None, 0.0
     if place.are_elsewhere:
         of_layers = 0 if place.part.layers is None else place.part.layers.count / num_layers
-        computed_away = used.compute * (of_layers + attention * place.part.num_heads / num_heads)
+        of_attention = place.part.num_heads / num_heads + place.part.share
+        computed_away = used.compute * (of_layers + attention * of_attention)
         beyond = num_pages / max(1, instance.registration.capacity.num_device_pages) - 1
         away = Away(place.helper, Used(computed_away, max(0.0, beyond) * used.memory))
     here = used._replace(compute=used.compute - computed_away)

@@ -1,4 +1,4 @@
-"""The orders that move KV heads and layers of decode instances to helpers (BanaServe, section 4.1).
+"""The orders that move modules of decode instances to helpers (BanaServe, section 4.1).
 
 An instance reports the place of its modules in heartbeats, so that another Conductor knows it too.
 
@@ -57,7 +57,7 @@ class Modules:
         if place_of(helper).are_elsewhere:
             return f"{where(helper)}, so it cannot be a helper"
         if owners := self.owners_at(owner):
-            return f"{owner.name} has KV heads or layers of {', '.join(owners)} itself"
+            return f"{owner.name} has modules of {', '.join(owners)} itself"
         return ""
 
     def order(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> list[Effect]:
@@ -97,7 +97,7 @@ class Modules:
         if place_of(instance).are_elsewhere:
             return where(instance)
         if owners := self.owners_at(instance):
-            return f"{instance.name} has KV heads or layers of {', '.join(owners)}"
+            return f"{instance.name} has modules of {', '.join(owners)}"
         return ""
 
     def heard(self, instance: Instance, before: Heartbeat | None) -> bool:
@@ -131,11 +131,13 @@ def where(instance: Instance) -> str:
     """Return a text about the place of an instance's modules."""
     place = place_of(instance)
     if place.is_moving:
-        return f"KV heads or layers of {instance.name} are moving"
+        return f"modules of {instance.name} are moving"
     return f"{place.part.what} of {instance.name} are at {place.helper}"
 
 
 def _why_too_many(layout: KVLayout, part: ModulesPart) -> str:
+    if part.share:
+        return ""
     if part.layers is None:
         num = layout.num_kv_heads
         is_refused = part.num_heads >= num

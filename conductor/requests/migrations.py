@@ -98,7 +98,7 @@ class Migrations:
             return f"{name} is {destination.state.value}"
         if destination.role is Role.PREFILL:
             return f"{name} does not decode"
-        if not destination.can_hold(num_tokens_held(tracked.request, Role.DECODE)):
+        if not destination.can_hold(num_tokens_held(tracked.request, Role.DECODE), Role.DECODE):
             return f"the KVCache of {name} cannot hold it"
         if self._requests.num_migrations(destination) >= self._limits.max_migrations:
             return f"{name} has {self._limits.max_migrations} migrations, the limit"

@@ -210,7 +210,10 @@ class Scheduler:
         if not self._view.loads.inlines.any():
             return None
         budget_s = math.inf if tbt_slo_s is None else TBT_SLO_SHARE * tbt_slo_s
-        return self.select_inlining_instance(prompt, match, decoding, budget_s, now_s)
+        found = self.select_inlining_instance(prompt, match, decoding, budget_s, now_s)
+        if found is None or prompt.num_blocks > self._view.instance_at(found.instance).max_prompt_blocks:
+            return None
+        return found
 
     def _inlined_placement(
         self, inlined: Inlined, num_tokens: int, held: PrefixMatch, match: PrefixMatch

@@ -95,9 +95,25 @@ class Instance:
     @property
     def max_sequence_blocks(self) -> int:
         """Blocks of the longest sequence that fits into the idle instance both with its modules where they
-        are and with all of them back."""
+        are and with all of them back.
+
+        Where a helper has pages, sequences may be longer than fits without it: the pages stay there as long
+        as such a sequence needs them. Prompts may not (`max_prompt_blocks`).
+        """
         capacity = self.registration.capacity
-        return min(capacity.num_pool_pages, capacity.num_device_pages, self.num_device_pages)
+        most = min(capacity.num_pool_pages, self.num_device_pages)
+        if self.modules.part.share and self.role is Role.DECODE:
+            return most
+        return min(most, capacity.num_device_pages)
+
+    @property
+    def max_prompt_blocks(self) -> int:
+        """Blocks of the longest prompt that the idle instance can compute."""
+        return min(self.max_sequence_blocks, self.registration.capacity.num_device_pages)
+
+    def max_blocks(self, stage: Role) -> int:
+        """Return the blocks of the longest sequence for which the idle instance can do a stage."""
+        return self.max_prompt_blocks if stage is Role.PREFILL else self.max_sequence_blocks
 
     def room_blocks(self, pool: PoolStats) -> int:
         """Return the blocks of the longest sequence that fits when all assigned requests have ended.
@@ -128,9 +144,9 @@ class Instance:
             return False
         return ours.shards[0].messenger.host_id == theirs.shards[0].messenger.host_id
 
-    def can_hold(self, num_tokens: int) -> bool:
-        """Return whether a sequence of `num_tokens` fits into the idle instance."""
-        return self.registration.layout.num_blocks(num_tokens) <= self.max_sequence_blocks
+    def can_hold(self, num_tokens: int, stage: Role) -> bool:
+        """Return whether the idle instance can do a stage of a sequence of `num_tokens`."""
+        return self.registration.layout.num_blocks(num_tokens) <= self.max_blocks(stage)
 
 
 class Instances:
@@ -159,7 +175,9 @@ class Instances:
 
     def remove(self, name: str, until_s: float) -> None:
         """Remove a life that has ended; the next life is expected until `until_s`."""
-        self._lost[name] = (self._by_name.pop(name), until_s)
+        lost = self._by_name.pop(name)
+        lost.heartbeat = None  # in its next life no module is at a helper
+        self._lost[name] = (lost, until_s)
         self._emptying.pop(name, None)
         self._changed()
 
@@ -250,7 +268,7 @@ class Instances:
             lost = [instance for instance, _ in self._lost.values() if self._can(instance, stage)]
             expected = self.serving(stage) + lost
             self._largest[stage] = max(
-                expected, key=lambda instance: instance.max_sequence_blocks, default=None
+                expected, key=lambda instance: instance.max_blocks(stage), default=None
             )
         return self._largest[stage]
 
@@ -314,8 +332,8 @@ class Instances:
     def max_sequence_blocks(self) -> int:
         """Return the blocks of the longest sequence that some serving or expected pair can hold; 0 without a
         pair."""
-        largest = [self.largest(stage) for stage in STAGES]
-        return min(0 if instance is None else instance.max_sequence_blocks for instance in largest)
+        largest = [(stage, self.largest(stage)) for stage in STAGES]
+        return min(0 if instance is None else instance.max_blocks(stage) for stage, instance in largest)
 
     def __len__(self) -> int:
         """Return the number of registered instances."""

@@ -86,11 +86,11 @@ def why_too_large(request: Request, instances: Instances) -> str | None:
     """Return why no pair, registered or expected back, can hold the request; None if a pair can."""
     for stage in STAGES:
         largest = instances.largest(stage)
-        if largest is not None and not largest.can_hold(num_tokens_held(request, stage)):
+        if largest is not None and not largest.can_hold(num_tokens_held(request, stage), stage):
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens, "
                 f"max_tokens is {request.sampling.max_tokens}; "
                 f"the KVCache of a {stage.value} instance holds at most "
-                f"{largest.max_sequence_blocks} blocks of {largest.registration.layout.block_size} tokens"
+                f"{largest.max_blocks(stage)} blocks of {largest.registration.layout.block_size} tokens"
             )
     return None

@@ -25,7 +25,7 @@ from mooncake.cli.profiling import ProfileError, profile
 from mooncake.config.flags import add_flags, given_flags
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError, MooncakeError
-from mooncake.messages.migration import LayerRange, ModulesPart
+from mooncake.messages.migration import LEAST_SHARE, MOST_SHARE, LayerRange, ModulesPart
 from mooncake.messages.workers import Role
 from mooncake.node.supervisor import supervise
 from mooncake.security.api_keys import LIMITS, add_api_key
@@ -81,7 +81,7 @@ def _operate(options: argparse.Namespace) -> int:
     _check_no_configuration(options, "INSTANCE and what its --help shows alone")
     client = operating.AdminClient(options.url, operating.read_key(options.key_file))
     if options.command == "migrate":
-        part = ModulesPart(options.heads, options.layers)
+        part = ModulesPart(options.heads, options.layers, options.sequences)
         return operating.migrate(client, options.instance_name, options.helper_name, part)
     if options.command == "drain":
         return operating.drain(client, options.instance_name, force=options.force)
@@ -173,7 +173,7 @@ def _parser(*, shows_all: bool) -> Parser:
         ("role", "give an instance of a running cluster another role; wait for that"),
         (
             "migrate",
-            "have another instance of the host compute layers or KV heads of an instance; wait for that",
+            "have another instance compute layers, KV heads or long sequences of an instance; wait for that",
         ),
     ):
         _add_operating(commands.add_parser(name, help=help_text, description=help_text), name)
@@ -193,6 +193,13 @@ def _add_operating(command: argparse.ArgumentParser, name: str) -> None:
         wanted.add_argument(
             "--layers", type=_layers, metavar="START:STOP", help="these layers go there, such as 10:20"
         )
+        wanted.add_argument(
+            "--sequences",
+            type=_share,
+            default=0.0,
+            metavar="SHARE",
+            help="so much of each long sequence's KVCache goes there, from its beginning on, such as 0.5",
+        )
         wanted.add_argument("--back", action="store_true", help="all comes back from there")
     command.add_argument(
         "--url", default="http://127.0.0.1:8000", help="a front of the cluster (default: %(default)s)"
@@ -209,6 +216,18 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number of heads, 1 or more, got {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not LEAST_SHARE <= share <= MOST_SHARE:
+        raise argparse.ArgumentTypeError(
+            f"expected a share from {LEAST_SHARE} to {MOST_SHARE}, such as 0.5, got {text!r}"
+        )
+    return share
 
 
 def _layers(text: str) -> LayerRange:

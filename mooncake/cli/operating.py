@@ -94,12 +94,14 @@ class AdminClient:
         Raises MooncakeError.
         """
         path = f"/instances/{quote(name, safe='')}"
-        if part.layers is not None:
+        if part.share:
+            self._ask("POST", f"{path}/sequences", to=helper, share=part.share)
+        elif part.layers is not None:
             self._ask("POST", f"{path}/layers", to=helper, layers=str(part.layers))
         else:
             self._ask("POST", f"{path}/heads", to=helper, num=part.num_heads)
 
-    def _ask(self, method: str, path: str, **parameters: str | bool | int) -> httpx.Response:
+    def _ask(self, method: str, path: str, **parameters: str | bool | float) -> httpx.Response:
         try:
             answer = self._http.request(method, path, params=parameters)
         except httpx.UnsupportedProtocol:
@@ -182,7 +184,7 @@ def migrate(client: AdminClient, name: str, helper: str, part: ModulesPart) -> i
 
     def end_of(status: InstanceStatus | None) -> str | None:
         if status is None:
-            raise MooncakeError(f"{name} is lost; all KV heads and layers are there when it comes back")
+            raise MooncakeError(f"{name} is lost; all of it is there when it comes back")
         place = status.modules
         if place.is_moving:
             return None
@@ -190,11 +192,11 @@ def migrate(client: AdminClient, name: str, helper: str, part: ModulesPart) -> i
             raise MooncakeError(place.error or f"another order has been given for {name}")
         pages = f"{name} has {status.num_device_pages} pages"
         if not part:
-            return f"all KV heads and layers of {name} are there; {pages}"
+            return f"all modules of {name} are there; {pages}"
         return f"{part.what} of {name} {'is' if part.num_heads == 1 else 'are'} at {helper}; {pages}"
 
     def shown(status: InstanceStatus) -> tuple[str, str]:
-        return f"KV heads or layers of {name} move", f"{status.num_requests} requests go on"
+        return f"modules of {name} move", f"{status.num_requests} requests go on"
 
     order = partial(client.move, name, helper, part)
     return _wait(client, name, order, end_of, "the move goes on", shown)

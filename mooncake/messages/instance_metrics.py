@@ -158,7 +158,10 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
 def _modules(reports: Iterable[InstanceReport]) -> list[Family]:
     heads = _gauge("mooncake_instance_moved_heads", "KV heads of the instance that a helper has")
     layers = _gauge("mooncake_instance_moved_layers", "Layers of the instance that a helper has")
-    moves = _counter("mooncake_module_moves", "Moves of KV heads or layers of the instance, by their end")
+    shares = _gauge(
+        "mooncake_instance_moved_sequence_ratio", "Share of the instance's sequences that a helper has"
+    )
+    moves = _counter("mooncake_module_moves", "Moves of modules of the instance, by their end")
     copied = _counter("mooncake_module_copied_bytes", "KVCache that was copied in these moves")
     pauses = Family(
         "mooncake_module_pause_seconds", "histogram", "Pauses between two iterations in these moves"
@@ -168,13 +171,14 @@ def _modules(reports: Iterable[InstanceReport]) -> list[Family]:
         away = f"{name},{labels(helper=place.helper)}"
         heads.add(away, place.part.num_heads)
         layers.add(away, 0 if place.part.layers is None else place.part.layers.count)
+        shares.add(away, place.part.share)
         for outcome in MOVE_OUTCOMES:
             moves.add(f'{name},outcome="{outcome}"', totals.num_moves.get(outcome, 0))
         copied.add(name, totals.copied_bytes)
         num_pauses = totals.num_pauses or [0] * (len(PAUSE_BOUNDS_S) + 1)
         if len(num_pauses) == len(PAUSE_BOUNDS_S) + 1:  # those of another release may have other bounds
             pauses.add_histogram(name, PAUSE_BOUNDS_S, num_pauses, totals.pause_s)
-    return [heads, layers, moves, copied, pauses]
+    return [heads, layers, shares, moves, copied, pauses]
 
 
 def _pools(pools: Mapping[str, PoolStats]) -> list[Family]:

@@ -19,7 +19,7 @@ from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.shared import FrontState
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import RequestError
-from mooncake.messages.migration import LAYERS_PATTERN, LayerRange, ModulesPart
+from mooncake.messages.migration import LAYERS_PATTERN, LEAST_SHARE, MOST_SHARE, LayerRange, ModulesPart
 from mooncake.messages.operators import (
     ChangeRole,
     Drain,
@@ -47,6 +47,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         POST /instances/NAME/role?role=ROLE                   change its role
         POST /instances/NAME/heads?to=HELPER&num=N            move N KV heads to a helper; 0: all modules back
         POST /instances/NAME/layers?to=HELPER&layers=10:20    move layers to a helper
+        POST /instances/NAME/sequences?to=HELPER&share=0.5    move the first half of sequences to a helper
         POST /requests/ID/migrate?to=NAME                     move a running request
 
     `drain` and `role` are refused if no instance would be left for prefill or decode, unless `?force=true`.
@@ -96,9 +97,15 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
             raise RequestError(str(error), param="layers") from None
         return await moved(lambda number: MoveModules(number, name, to, ModulesPart(layers=wanted)))
 
+    @router.post("/instances/{name}/sequences")
+    async def sequences(
+        name: str, to: str, share: Annotated[float, Query(ge=LEAST_SHARE, le=MOST_SHARE)]
+    ) -> Response:
+        return await moved(lambda number: MoveModules(number, name, to, ModulesPart(share=share)))
+
     async def moved(order: Callable[[int], MoveModules]) -> Response:
         if link.cluster is not None and link.cluster.version < MODULES_SINCE:
-            reason = "the conductor is of the last release, which moves no heads or layers; upgrade it first"
+            reason = "the conductor is of the last release, which moves no modules; upgrade it first"
             raise RequestError(reason, status=409, code="refused")
         return await ordered(order)
 

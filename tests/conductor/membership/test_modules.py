@@ -45,9 +45,11 @@ def conductor() -> Conductor:
 
 
 def order(
-    conductor: Conductor, owner: str, helper: str, part: int | LayerRange
+    conductor: Conductor, owner: str, helper: str, part: int | LayerRange | ModulesPart
 ) -> tuple[Ordered, list[PlaceModules]]:
-    wanted = ModulesPart(part) if isinstance(part, int) else ModulesPart(layers=part)
+    if isinstance(part, int):
+        part = ModulesPart(part)
+    wanted = ModulesPart(layers=part) if isinstance(part, LayerRange) else part
     effects = conductor.handle(FRONT, MoveModules(1, owner, helper, wanted), 1.0)
     orders = [effect.message for effect in effects if isinstance(effect.message, PlaceModules)]
     [answer] = [effect.message for effect in effects if isinstance(effect.message, Ordered)]
@@ -64,7 +66,7 @@ def test_an_order_is_passed_on_and_modules_move_until_a_heartbeat_names_it(condu
     assert answer.status is not None
     assert (answer.refusal, answer.status.modules.is_moving) == ("", True)
     tell(conductor, A, ModulesPlace())  # sent before the order came
-    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads or layers of a are moving already"
+    assert order(conductor, "a", "c", 1)[0].refusal == "modules of a are moving already"
     tell(conductor, A, ModulesPlace(EPOCH, 1, "b", ModulesPart(1), num_device_pages=133))
     answer, orders = order(conductor, "a", "b", 0)
     assert [(of.number, of.part) for of in orders] == [(2, ModulesPart())]
@@ -75,13 +77,10 @@ def test_an_order_is_passed_on_and_modules_move_until_a_heartbeat_names_it(condu
 def test_an_order_is_under_way_until_its_end_is_told(conductor: Conductor) -> None:
     order(conductor, "a", "b", 1)
     tell(conductor, A, ModulesPlace(EPOCH, 1, "b", is_moving=True))  # it has begun
-    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads or layers of a are moving already"
-    assert order(conductor, "b", "c", 1)[0].refusal == "b has KV heads or layers of a itself"
-    assert (
-        order(conductor, "c", "a", 1)[0].refusal
-        == "KV heads or layers of a are moving, so it cannot be a helper"
-    )
-    for name, why in (("a", "KV heads or layers of a are moving"), ("b", "b has KV heads or layers of a")):
+    assert order(conductor, "a", "c", 1)[0].refusal == "modules of a are moving already"
+    assert order(conductor, "b", "c", 1)[0].refusal == "b has modules of a itself"
+    assert order(conductor, "c", "a", 1)[0].refusal == "modules of a are moving, so it cannot be a helper"
+    for name, why in (("a", "modules of a are moving"), ("b", "b has modules of a")):
         [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
         assert isinstance(effect.message, Ordered)
         assert effect.message.refusal == why
@@ -124,6 +123,33 @@ def test_no_sequence_is_longer_than_what_fits_with_all_modules_nor_than_what_fit
     assert instance.max_sequence_blocks == 100
     capacity = msgspec.structs.replace(instance.registration.capacity, num_pool_pages=300)
     instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
+    assert instance.max_sequence_blocks == 100
+
+
+def test_a_sequence_may_have_the_pages_of_a_helper_where_these_stay_as_long_as_it_needs_them(
+    conductor: Conductor,
+) -> None:
+    half = ModulesPart(share=0.5)
+    _, [placed] = order(conductor, "a", "b", half)
+    assert placed == PlaceModules(EPOCH, 1, "b", "/run/b", half)
+    instance = conductor.instances.get("a")
+    assert instance is not None
+    capacity = msgspec.structs.replace(instance.registration.capacity, num_pool_pages=300)
+    instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", half, num_device_pages=200))
+    assert (instance.max_sequence_blocks, instance.max_prompt_blocks) == (200, 100)
+    largest = conductor.instances.largest(Role.DECODE)
+    assert largest is instance
+    assert largest.can_hold(200 * 4, Role.DECODE)
+    assert not largest.can_hold(101 * 4, Role.PREFILL)
+    assert conductor.instances.max_sequence_blocks() == 100, "no instance can compute a longer prompt"
+    assert order(conductor, "a", "c", 1)[0].refusal == (
+        "the first 50% of sequences of a are at b; take them back first (`mooncake-serve migrate a b --back`)"
+    )
+    instance.role = Role.BOTH  # which computes the prompts of all its requests
+    assert instance.max_sequence_blocks == 100
+    instance.role = Role.DECODE
+    tell(conductor, A, ModulesPlace(EPOCH, 2))
     assert instance.max_sequence_blocks == 100
 
 
@@ -184,7 +210,7 @@ def _to_b(conductor: Conductor) -> None:
             "1 of the KV heads of a are at b; take them back first (`mooncake-serve migrate a b --back`)",
         ),
         (_to_b, "c", "a", 1, "1 of the KV heads of a are at b, so it cannot be a helper"),
-        (_to_b, "b", "c", 1, "b has KV heads or layers of a itself"),
+        (_to_b, "b", "c", 1, "b has modules of a itself"),
     ],
 )
 def test_orders_that_cannot_be_carried_out(
@@ -217,7 +243,7 @@ def test_a_helper_on_another_host_is_reached_at_its_endpoint(conductor: Conducto
 
 def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None:
     _to_b(conductor)
-    for name, why in (("a", "1 of the KV heads of a are at b"), ("b", "b has KV heads or layers of a")):
+    for name, why in (("a", "1 of the KV heads of a are at b"), ("b", "b has modules of a")):
         [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
         assert isinstance(effect.message, Ordered)
         assert effect.message.refusal == why

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,8 @@ from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
+from mooncake.messages.heartbeats import Heartbeat
+from mooncake.messages.migration import ModulesPart, ModulesPlace
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.messages.workers import PROTOCOL_VERSION, Register, Role
@@ -139,6 +142,24 @@ def test_beyond_the_slots_a_prediction_is_the_mean_gap_of_requests_that_take_tur
     assert placement.is_inlined == inlined
     num_tokens_of_two = (5 * 100 + 40) * 2 / 6
     assert placement.prediction.gap_s == pytest.approx(6 / 2 * costs.seconds(2, num_tokens_of_two))
+
+
+def test_a_prompt_that_fits_by_the_pages_of_a_helper_alone_is_not_inlined() -> None:
+    view = ClusterView(PolicySettings(has_inlining=True))
+    owner = instance(1, Role.DECODE)
+    beat = Heartbeat(
+        0, 0, 0, {}, modules=ModulesPlace(helper="i2", part=ModulesPart(share=0.5), num_device_pages=2000)
+    )
+    capacity = msgspec.structs.replace(owner.registration.capacity, num_pool_pages=3000)
+    owner.registration = msgspec.structs.replace(owner.registration, capacity=capacity)
+    owner.heartbeat = beat
+    view.add(instance(0, Role.PREFILL), 0.0)
+    view.add(owner, 0.0)
+    scheduler = new_scheduler(view, PolicySettings(has_inlining=True))
+    for num_blocks, can_be_inlined in ((1000, True), (1001, False)):
+        request = Request("r", [0] * (num_blocks * 16), [], SamplingParams(5), "front")
+        placement = scheduler.schedule(request, 0.0, inlined=True)
+        assert (placement is not None and placement.is_inlined) == can_be_inlined
 
 
 def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_gone() -> None:

@@ -48,6 +48,7 @@ def refusal_of(program: Program, arguments: str, capsys: pytest.CaptureFixture[s
         ("serve", "apikey a b --max-concurrnt 3", "unknown option --max-concurrnt; did you mean --max-con"),
         ("serve", "drain", "required: INSTANCE"),
         ("serve", "role prefill-0 decod", "unknown value decod; did you mean decode?"),
+        ("serve", "migrate a b --sequences 1", "expected a share from 0.01 to 0.99, such as 0.5, got '1'"),
         ("serve", "drain a --ulr x", "unknown option --ulr; did you mean --url?"),
         ("kv", "stat", "unknown command stat; did you mean stats?"),
         ("kv", "", "required: COMMAND"),

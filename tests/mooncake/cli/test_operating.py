@@ -97,18 +97,21 @@ def test_a_switch_that_comes_to_nothing_is_an_error(then: list[InstanceStatus], 
 
 
 TAIL = LayerRange(3, 8)
+HALF = "the first 50% of sequences of decode-0 are at d1"
 
 
-def part_of(part: int | LayerRange) -> ModulesPart:
+def part_of(part: int | LayerRange | float) -> ModulesPart:
+    if isinstance(part, float):
+        return ModulesPart(share=part)
     return ModulesPart(part) if isinstance(part, int) else ModulesPart(layers=part)
 
 
 def moved(
-    helper: str = "", part: int | LayerRange = 0, *, error: str = "", is_moving: bool = False
+    helper: str = "", part: int | LayerRange | float = 0, *, error: str = "", is_moving: bool = False
 ) -> list[InstanceStatus]:
-    part = part_of(part)
-    place = ModulesPlace(helper=helper, part=part, error=error, is_moving=is_moving)
-    return [msgspec.structs.replace(status("serving"), modules=place, num_device_pages=100 + part.num_heads)]
+    place = ModulesPlace(helper=helper, part=part_of(part), error=error, is_moving=is_moving)
+    num_pages = 100 + place.part.num_heads
+    return [msgspec.structs.replace(status("serving"), modules=place, num_device_pages=num_pages)]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +120,14 @@ def moved(
         (1, "heads?to=d1&num=1", moved(), moved("d1", 1), "1 of the KV heads of decode-0 is at d1"),
         (2, "heads?to=d1&num=2", moved(), moved("d1", 2), "2 of the KV heads of decode-0 are at d1"),
         (TAIL, "layers?to=d1&layers=3%3A8", moved(), moved("d1", TAIL), "layers 3:8 of decode-0 are at d1"),
-        (0, "heads?to=d1&num=0", moved("d1", 2), moved(), "all KV heads and layers of decode-0 are there"),
-        (0, "heads?to=d1&num=0", moved("d1", TAIL), moved(), "all KV heads and layers of decode-0 are there"),
+        (0.5, "sequences?to=d1&share=0.5", moved(), moved("d1", 0.5), HALF),
+        (0, "heads?to=d1&num=0", moved("d1", 0.5), moved(), "all modules of decode-0 are there"),
+        (0, "heads?to=d1&num=0", moved("d1", 2), moved(), "all modules of decode-0 are there"),
+        (0, "heads?to=d1&num=0", moved("d1", TAIL), moved(), "all modules of decode-0 are there"),
     ],
 )
 def test_migrate_waits_until_the_move_is_complete(
-    part: int | LayerRange,
+    part: int | LayerRange | float,
     ordered: str,
     at_first: list[InstanceStatus],
     at_last: list[InstanceStatus],

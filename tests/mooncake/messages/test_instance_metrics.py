@@ -281,9 +281,11 @@ def test_modules_elsewhere_and_their_moves_are_told() -> None:
         "d2": Heartbeat(
             0, 0, 0, {}, modules=ModulesPlace(helper="d1", part=ModulesPart(layers=LayerRange(3, 7)))
         ),
+        "d3": Heartbeat(0, 0, 0, {}, modules=ModulesPlace(helper="d1", part=ModulesPart(share=0.25))),
     }
     reports = [InstanceReport(name, 100, beat) for name, beat in beats.items()]
     samples = parsed(instance_text(reports, "model"))
+    assert of(samples, "mooncake_instance_moved_sequence_ratio", instance="d3", helper="d1") == 0.25
     assert of(samples, "mooncake_instance_moved_heads", instance="d0", helper="d1") == 2
     assert of(samples, "mooncake_instance_moved_layers", instance="d2", helper="d1") == 4
     assert of(samples, "mooncake_instance_moved_heads", instance="d1", helper="") == 0

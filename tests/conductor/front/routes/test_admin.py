@@ -67,15 +67,17 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
         ("d0/drain", {"force": "true", "stay": "true"}),
         ("d0/role", {"force": "true", "role": "both"}),
         ("d0/heads", {"to": "d1", "num": "2"}),
+        ("d0/sequences", {"to": "d1", "share": "0.5"}),
     ):
         answer = order(front, path, **query)
         assert (answer.status_code, answer.json()) == (200, STATUS)
-    drain, stay, role, heads = front.cluster.orders
+    drain, stay, role, heads, sequences = front.cluster.orders
     assert drain == Drain(drain.order, "d0", force=True)
     assert stay == Drain(stay.order, "d0", force=True, stays=True)
     assert role == ChangeRole(role.order, "d0", Role.BOTH, force=True)
     assert heads == MoveModules(heads.order, "d0", "d1", ModulesPart(2))
-    assert len({one.order for one in (drain, stay, role, heads)}) == 4
+    assert sequences == MoveModules(sequences.order, "d0", "d1", ModulesPart(share=0.5))
+    assert len({one.order for one in (drain, stay, role, heads, sequences)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,7 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
         ("d0/role", {"role": "conductor"}, 400, None),
         ("d0/drain", {"force": "perhaps"}, 400, None),
         ("d0/heads", {"to": "d1", "num": "-1"}, 400, None),
+        ("d0/sequences", {"to": "d1", "share": "1"}, 400, None),
     ],
 )
 def test_orders_that_are_not_obeyed_are_told_with_the_reason(
@@ -99,7 +102,8 @@ def test_orders_that_are_not_obeyed_are_told_with_the_reason(
     assert (answer.status_code, error["code"]) == (status, code)
     assert error["message"]
     if status == 400:
-        assert error["param"] == {"role": "role", "drain": "force", "heads": "num"}[path.partition("/")[2]]
+        params = {"role": "role", "drain": "force", "heads": "num", "sequences": "share"}
+        assert error["param"] == params[path.partition("/")[2]]
 
 
 def test_an_older_conductor_is_not_asked_to_move_modules(front: Running) -> None:
