@@ -83,6 +83,35 @@ def expected(server: Server) -> list[str]:
     return [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in PROMPTS]
 
 
+LONG, NUM_LONG = list(range(3, 303)), 180
+"""A prompt of 38 pages, and the length of its answer, which needs 60 pages in the end."""
+
+
+@pytest.fixture
+def small_nodes(model: Path, tmp_path: Path) -> Iterator[dict[str, Server]]:
+    """A node with the Conductor, and one for each instance, on one host; decode instances have few pages."""
+    ClusterKey.generate().save(tmp_path / "key")
+    shared = (f"--security-key-file={tmp_path / 'key'}", "--conductor-reply-endpoint=tcp://127.0.0.1:*")
+    there = f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stack:
+
+        def start(
+            name: str, role: str, num_pages: int = NUM_PAGES, until: str = r"\] ready \w+ on"
+        ) -> Server:
+            run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
+            size = f"--kvcache-device-bytes={num_pages * PAGE_BYTES}"
+            flags = (*FLAGS, *shared, there, f"--role={role}", size)
+            named = () if role == "conductor" else (f"--instance={name}",)
+            return stack.enter_context(tiny_server(model, run_dir, *flags, *named, until=until))
+
+        yield {
+            "conductor": start("conductor", "conductor", until="^ready in"),
+            "prefill-0": start("prefill-0", "prefill"),
+            "decode-0": start("decode-0", "decode", 32),
+            "decode-1": start("decode-1", "decode", 48),
+        }
+
+
 class Clients:
     """One for each prompt, several times."""
 
@@ -148,9 +177,7 @@ def test_answers_go_on_while_modules_leave_and_come_back(
     wait_for_pages(server, 341, 170)
     clients.ask()
     assert migrate(server, "decode-0", "decode-1", "--back") == 0
-    assert capsys.readouterr().out.endswith(
-        "all KV heads and layers of decode-0 are there; decode-0 has 256 pages\n"
-    )
+    assert capsys.readouterr().out.endswith("all modules of decode-0 are there; decode-0 has 256 pages\n")
     wait_for_pages(server, NUM_PAGES, NUM_PAGES)
     clients.check()
 
@@ -237,7 +264,7 @@ def test_orders_that_cannot_be_carried_out_are_refused_by_name(
     assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
     assert "take them back first" in refusal("decode-0", "decode-1", "--heads=2")
     role = HTTP.post(f"{server.url}/admin/instances/decode-1/role?role=prefill", timeout=DEADLINE_S)
-    assert role.json()["error"]["message"] == "decode-1 has KV heads or layers of decode-0"
+    assert role.json()["error"]["message"] == "decode-1 has modules of decode-0"
     assert migrate(server, "decode-0", "decode-1", "--back") == 0
 
 
@@ -262,3 +289,44 @@ def test_modules_go_to_another_host_and_back_and_the_loss_of_the_host_costs_no_a
     clients.check()
     wait_for_pages(conductor, NUM_PAGES, NUM_PAGES)
     assert instance(conductor, "decode-0")["heads"]["helper"] == ""
+
+
+def test_a_request_is_longer_than_fits_into_its_instance_while_a_helper_has_its_first_pages(
+    small_nodes: dict[str, Server], server: Server, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected_long = text_of(complete(server, prompt=LONG, num_tokens=NUM_LONG))
+    conductor, long = small_nodes["conductor"], body(LONG, num_tokens=NUM_LONG)
+    assert post(conductor, long).status_code == 400
+    assert migrate(conductor, "decode-0", "decode-1", "--sequences=0.5") == 0
+    told = capsys.readouterr().out
+    assert told.endswith("the first 50% of sequences of decode-0 are at decode-1; decode-0 has 64 pages\n")
+    assert instance(conductor, "decode-0")["heads"]["part"]["share"] == 0.5
+    eventually(lambda: post(conductor, long).status_code == 200, "the front knows of the pages")
+    with ThreadPoolExecutor(3) as threads:
+        answers = [threads.submit(post, conductor, long) for _ in range(2)]
+        short = threads.submit(post, conductor, body(PROMPTS[0], num_tokens=NUM_TOKENS))
+        for answer in answers:
+            assert text_of(answer.result().json()) == expected_long
+        assert text_of(short.result().json()) == expected[0]
+    assert migrate(conductor, "decode-0", "decode-1", "--back") == 0
+    wait_for_pages(conductor, 32, 48)
+
+
+@pytest.mark.parametrize("killed", ["decode-0", "decode-1"], ids=["owner", "helper"])
+def test_a_killed_process_ends_a_request_that_fits_nowhere_then_and_costs_no_other_answer(
+    small_nodes: dict[str, Server], expected: list[str], killed: str
+) -> None:
+    conductor, long = small_nodes["conductor"], body(LONG, num_tokens=NUM_LONG)
+    assert migrate(conductor, "decode-0", "decode-1", "--sequences=0.5") == 0
+    eventually(lambda: post(conductor, long).status_code == 200, "the front knows of the pages")
+    with ThreadPoolExecutor(3) as threads:
+        answer = threads.submit(post, conductor, long)
+        eventually(lambda: instance(conductor, "decode-0")["num_requests"] > 0, "the request is there")
+        short = [threads.submit(post, conductor, body(one, num_tokens=NUM_TOKENS)) for one in PROMPTS[:2]]
+        os.kill(small_nodes[killed].pid_of(killed), signal.SIGKILL)
+        assert [text_of(one.result().json()) for one in short] == expected[:2]
+        ended = answer.result()
+    if ended.status_code != 200:  # it had not ended before
+        assert "decode instance holds at most" in ended.json()["error"]["message"], ended.text
+    wait_for_pages(conductor, 32, 48)
+    assert post(conductor, long).status_code == 400
