@@ -42,7 +42,16 @@ def test_what_is_named_exists(page: Path) -> None:
         | {name.removeprefix("--") for name in SHORT_NAMES.values()}
         | {"config", "help", "help-all", "print-config", "version"}
     )
-    known |= {"requests-per-minute", "tokens-per-minute", "max-concurrent", "url", "heads", "layers", "back"}
+    known |= {
+        "requests-per-minute",
+        "tokens-per-minute",
+        "max-concurrent",
+        "url",
+        "heads",
+        "layers",
+        "sequences",
+        "back",
+    }
     for command in re.findall(r"mooncake-serve((?: [^\n`|]*\\\n)*[^\n`|]*)", text):
         for flag in re.findall(r"(?<!\S)--([a-z0-9-]+)", command.split("#")[0]):
             assert flag in known, f"--{flag}"

@@ -84,6 +84,8 @@ class Sequence:
     in_flight_until: int | None = None
     """Tokens with KVCache when the iteration in flight, planned or running, has ended; None without one."""
     pages: list[int] = field(default_factory=list)
+    num_stores: int = 0
+    """The number of stores of its blocks that are in progress, and read its pages."""
     num_stays: int = 0
     """The number of times that the sequence has given its device pages back."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)

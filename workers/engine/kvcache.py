@@ -4,6 +4,7 @@ Owns: device memory of pages and which of them are free. Does not know: the owne
 pool of host memory.
 """
 
+import bisect
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -223,6 +224,11 @@ class DeviceKVCache:
         """The shape of a layer's pages in this process, without moved heads and hosted pages."""
         return tuple(self._tensors[0].shape)
 
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page of this process, all layers together."""
+        return sum(tensor[0].nbytes for tensor in self._tensors)
+
     def new_layers(self, num_pages: int, num_heads: int) -> list[torch.Tensor]:
         """Return new tensors for `num_pages` pages of `num_heads` KV heads: one for each layer, or as many as
         `window` has layers."""
@@ -293,9 +299,9 @@ class DeviceKVCache:
         return self.num_pages if self.hosted_pages is None else self.num_pages - len(self.hosted_pages)
 
     def num_hosted_of(self, pages: Sequence[int]) -> int:
-        """Return how many of `pages` a helper has."""
+        """Return how many of a sequence's pages a helper has: the first ones."""
         first = self._end_of_own
-        return sum(page >= first for page in pages)
+        return bisect.bisect_left(pages, True, key=lambda page: page < first)
 
     @property
     def helped(self) -> Helped | None:
@@ -449,25 +455,34 @@ class DeviceKVCache:
         """
         if num_pages > self.num_free_for(num_full):
             raise OutOfPages(num_pages, self.num_free_for(num_full), self.num_pages)
-        num_hosted = self._num_to_host(num_pages, num_full)
-        pages = [self._free_hosted.pop() for _ in range(num_hosted)]
+        num_hosted = self.num_to_host(num_pages, num_full)
+        pages = self.allocate_hosted(num_hosted)
         pages += [self._free.pop() for _ in range(num_pages - num_hosted)]
         for page in pages:
             self._is_free[page] = False
         return pages
 
-    def _num_to_host(self, num_pages: int, num_full: int) -> int:
-        """Return how many of a sequence's pages are to be at a helper.
+    def allocate_hosted(self, num_pages: int) -> list[int]:
+        """Take `num_pages` free pages that a helper has. There must be as many."""
+        pages = [self._free_hosted.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._is_free[page] = False
+        return pages
+
+    def num_to_host(self, num_pages: int, num_full: int, held: Sequence[int] = ()) -> int:
+        """Return how many of a sequence's pages are to be at a helper. The first `num_full` are full, and the
+        sequence has the pages `held` already.
 
         It is the share that was ordered, none of a short sequence, or all that can be there if the sequence
         would have little room here to grow.
         """
         if self.hosted_pages is None:
             return 0
-        most, num_wanted = min(num_full, len(self._free_hosted)), 0
+        num_there, num_wanted = self.num_hosted_of(held), 0
+        most = min(num_full, len(self._free_hosted) + num_there)
         if num_pages >= LONG_SHARE * self._end_of_own:
             num_wanted = round(num_pages * self.hosted_pages.share)
-        num_left = len(self._free) - (num_pages - min(num_wanted, most))
+        num_left = len(self._free) + len(held) - num_there - (num_pages - min(num_wanted, most))
         return most if num_left < GROWTH_SHARE * num_pages else min(num_wanted, most)
 
     def free(self, pages: Iterable[int]) -> None:

@@ -19,6 +19,8 @@ from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache import DeviceKVCache
 from workers.errors import NoRoomError
 
+_LEAST_DIVIDED = 4
+"""The fewest full pages of a running sequence that are worth a pause between two iterations."""
 _by_rank = attrgetter("rank")
 
 
@@ -33,6 +35,23 @@ class FullPage(NamedTuple):
     stay: int
     block: int
     page: int
+
+
+class Division(NamedTuple):
+    """Full pages of a running sequence that go to a helper, behind the `first` ones, which are there already.
+
+    `stay` is the number of times that the sequence had left the device; `pages` are those at the helper.
+    """
+
+    sequence: Sequence
+    stay: int
+    first: int
+    pages: list[int]
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The pages that the sequence has for these blocks here."""
+        return self.sequence.pages[self.first : self.first + len(self.pages)]
 
 
 class DecodeBatch:
@@ -169,6 +188,40 @@ class DecodeBatch:
             for sequence in (*self._running, *self._leaving)
             for page in sequence.pages[-(-sequence.num_kv_tokens // page_size) :]
         }
+
+    def begin_division(self) -> list[Division]:
+        """Take pages at a helper for full pages of running sequences that are to be there.
+
+        The caller copies the pages, and calls `end_division`.
+        """
+        kv, divisions = self._kv, list[Division]()
+        for sequence in self._running:
+            first, num_full = kv.num_hosted_of(sequence.pages), sequence.num_full_pages(kv.page_size)
+            num = kv.num_to_host(len(sequence.pages), num_full, sequence.pages) - first
+            if num >= _LEAST_DIVIDED:
+                divisions.append(Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num)))
+        return divisions
+
+    def end_division(self, divisions: list[Division]) -> None:
+        """Let sequences have their pages at the helper, which have been copied, in place of those here.
+
+        To be called while no iteration runs. Sequences that have left meanwhile, or are being stored, stay as
+        they are.
+        """
+        while divisions:
+            division = divisions.pop()
+            sequence, own = division.sequence, division.own_pages
+            is_same = sequence.state is SequenceState.RUNNING and sequence.num_stays == division.stay
+            if is_same and not sequence.num_stores:
+                sequence.pages[division.first : division.first + len(own)] = division.pages
+                self._kv.free(own)
+            else:
+                self._kv.free(division.pages)
+
+    def drop_division(self, divisions: list[Division]) -> None:
+        """Free the pages of divisions that have not ended."""
+        while divisions:
+            self._kv.free(divisions.pop().pages)
 
     @property
     def num_loading_pages(self) -> int:

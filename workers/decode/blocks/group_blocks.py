@@ -122,7 +122,13 @@ class GroupBlocks:
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]
         tenant = sequence.request.tenant
-        await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked, tenant))
+        sequence.num_stores += 1
+        try:
+            await self._perform(
+                StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked, tenant)
+            )
+        finally:
+            sequence.num_stores -= 1
 
     async def save_to_host(self, sequence: Sequence) -> None:
         """Copy the sequence's KVCache to host memory, for a later `load`."""

@@ -36,6 +36,8 @@ from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.link_messages import LINK_VERSION, HostModules
 from workers.modules.shared_parts import share_of
 
+_FEW_FREE_PAGES = 16
+"""Free pages of the owner below which full pages of running sequences go to a helper that has free ones."""
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +69,7 @@ class ModuleMoves:
         self._executor, self._loop = executor, loop
         self._most_tokens, self._max_batch, self._helpers = most_tokens, max_batch, helpers
         self._most_pages, self._has_prompts = most_pages, has_prompts
-        self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow] = asyncio.Queue()
+        self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow | _Divide] = asyncio.Queue()
         self._link: HelperLink | None = None
         self._is_lost = False
         """Whether the helper is lost, and not all modules are back yet."""
@@ -116,8 +118,15 @@ class ModuleMoves:
             self._orders.put_nowait(_Slow(why))
 
     def recheck(self) -> None:
-        """Look whether pages have been freed or loaded. Call this in each turn of the loop."""
+        """Look whether pages have been freed or loaded, or are needed here. Call this in each turn of the
+        loop."""
         self._rearranger.recheck()
+        kv = self._executor.kv
+        if kv.hosted_pages is None or self.place.is_moving or self._orders.qsize():
+            return
+        num_own = kv.num_free_for(0)
+        if num_own < _FEW_FREE_PAGES and num_own < kv.num_free_pages:
+            self._orders.put_nowait(_Divide())
 
     async def run(self) -> None:
         """Carry out orders until cancelled. When this returns, no helper hosts modules of this instance."""
@@ -130,6 +139,8 @@ class ModuleMoves:
                         )
                     case _Slow(why):
                         await self._take_back(why)
+                    case _Divide():
+                        await self._divide()
                     case order:
                         await self._carry_out(order)
         finally:
@@ -172,6 +183,18 @@ class ModuleMoves:
         log.info("%s are at %s", self.place.part.what, order.helper)
         if link.is_lost:
             self.lost()
+        await self._divide()
+
+    async def _divide(self) -> None:
+        """Move full pages of running sequences to a helper that has pages of sequences."""
+        if self._executor.kv.hosted_pages is None or self._is_lost:
+            return
+        try:
+            await self._rearranger.divide()
+        except TransferError as error:
+            log.warning("no more pages go to %s: %s", self.place.helper, error)
+        if self._is_lost:
+            self._rearranger.hold()  # until the modules are back
 
     async def _move_to(self, order: PlaceModules) -> HelperLink:
         """Return the link to the helper once the helper has the modules. Raises ModulesStayError."""
@@ -306,6 +329,10 @@ class ModuleMoves:
 
 class _Lost(NamedTuple):
     """An entry in the queue of orders: the helper is lost."""
+
+
+class _Divide(NamedTuple):
+    """An entry in the queue of orders: few pages are free here, and some at the helper."""
 
 
 class _Slow(NamedTuple):

@@ -16,6 +16,8 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch, FullPage
@@ -165,6 +167,33 @@ class Rearranger:
                 self._meter.copied(move.copied_bytes)
         await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
         self._kv.take_memory_beside()
+
+    async def divide(self) -> None:
+        """Move full pages of running sequences to a helper that has pages of sequences.
+
+        Raises TransferError if a helper on another host is lost.
+        """
+        divisions = self._batch.begin_division()
+        if not divisions:
+            return
+        own = torch.tensor([page for division in divisions for page in division.own_pages])
+        there = torch.tensor([page for division in divisions for page in division.pages])
+
+        def copy() -> None:
+            for layer in self._kv.layers:
+                self._kv.scatter(layer, there, self._kv.gather(layer, own))
+
+        try:
+            await self.beside(copy)
+            self.hold()
+            try:
+                await self._loop.quiet()
+                self._batch.end_division(divisions)
+            finally:
+                self._resume()
+        finally:
+            self._batch.drop_division(divisions)
+        self._meter.copied(len(own) * self._kv.page_bytes)
 
     async def beside(self, call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:
         """Run a blocking call while iterations go on. This returns after the call, even if cancelled;

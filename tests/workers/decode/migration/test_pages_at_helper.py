@@ -10,6 +10,7 @@ import transformers
 from mooncake.messages.requests import SamplingParams
 from mooncake.messages.workers import WorkFailed
 from tests.workers.decode_lab import Decoded, StartDecodeLab
+from tests.workers.gate import Brake
 from tests.workers.mini_cluster import BLOCK_SIZE, Sizes, tokens_of
 from tests.workers.modules_lab import SIZES, Pair, paired, until, wide_model
 from tests.workers.references import greedy_tokens, prompt_of
@@ -87,6 +88,26 @@ async def test_a_request_may_be_longer_than_fits_here_alone(
         assert await tokens_of(grown.answer) == greedy_tokens(model, prompt_of(1, 30), 270)
         for index, other in enumerate(others):
             assert await tokens_of(other.answer) == greedy_tokens(model, prompt_of(2 + index, 20), 60)
+        await pair.move(0)
+
+
+@REMOTE
+async def test_running_requests_are_divided_at_once_and_grow_beyond_the_owners_pages_without_a_preemption(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, model: transformers.PreTrainedModel, *, is_remote: bool
+) -> None:
+    async with paired(start_decode_lab, tmp_path, SMALL, is_remote=is_remote) as pair:
+        kv = pair.owner.executor.kv
+        brake = Brake(pair.owner.executor)
+        grown = begin(pair, "grows", prompt_of(1, 12 * BLOCK_SIZE), 25 * BLOCK_SIZE)
+        with brake.on():
+            await brake.holds()
+            number = pair.order(0.5)
+            await until(lambda: pair.owner.decode._loop._is_held)
+        assert (await pair.ended(number)).error == ""
+        assert len(kv.used_pages(NUM_SMALL)) >= 6
+        expected = greedy_tokens(model, prompt_of(1, 12 * BLOCK_SIZE), 25 * BLOCK_SIZE)
+        assert await tokens_of(grown.answer) == expected
+        assert not pair.owner.decode.meter.stats.num_preemptions
         await pair.move(0)
 
 

@@ -1,0 +1,69 @@
+"""Running sequences whose first pages go to a helper."""
+
+from fractions import Fraction
+from unittest.mock import Mock
+
+import pytest
+
+from tests.workers.decode.batching.test_batch import Batch
+from workers.decode.sequence import Sequence
+from workers.engine.kvcache import DeviceKVCache, HostedPages
+from workers.engine.spec import ModelSpec
+
+NUM_OWN, NUM_HOSTED, NUM_TOKENS = 24, 20, 46
+"""A sequence of 12 pages, 11 of which are full."""
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return ModelSpec("LlamaForCausalLM", 32, 16, 16, 2, 2, 1, 8, 4096)
+
+
+def divided(spec: ModelSpec, share: Fraction = Fraction(1, 2)) -> tuple[Batch, DeviceKVCache, Sequence]:
+    """A batch with one running sequence, when a helper's pages have come."""
+    batch = Batch(spec, NUM_OWN)
+    kv, sequence = batch.batch._kv, batch.joined(NUM_TOKENS)
+    pages = HostedPages(share, kv.new_layers(NUM_HOSTED, 1), Mock(), None)
+    kv.rearrange([kv.layer(layer) for layer in kv.layers], pages)
+    return batch, kv, sequence
+
+
+def test_full_pages_change_their_numbers_when_they_have_been_copied(spec: ModelSpec) -> None:
+    batch, kv, sequence = divided(spec)
+    before = list(sequence.pages)
+    [division] = divisions = batch.batch.begin_division()
+    assert sequence.pages == before
+    assert division.own_pages == before[:6]
+    there = list(division.pages)
+    batch.batch.end_division(divisions)
+    assert sequence.pages == there + before[6:]
+    assert (kv.num_hosted_of(sequence.pages), kv.num_free_for(0)) == (6, NUM_OWN - 6)
+    assert batch.batch.begin_division() == []
+
+
+def test_the_page_that_is_being_written_stays(spec: ModelSpec) -> None:
+    batch, kv, sequence = divided(spec, Fraction(99, 100))
+    batch.batch.end_division(batch.batch.begin_division())
+    assert kv.num_hosted_of(sequence.pages) == len(sequence.pages) - 1
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["stored", "left"])
+def test_a_sequence_that_is_stored_or_has_left_meanwhile_keeps_its_pages(
+    spec: ModelSpec, *, is_left: bool
+) -> None:
+    batch, kv, sequence = divided(spec)
+    before, divisions = list(sequence.pages), batch.batch.begin_division()
+    if is_left:
+        batch.batch.leave(sequence)
+    else:
+        sequence.num_stores = 1
+    batch.batch.end_division(divisions)
+    assert sequence.pages == before
+    assert kv.num_free_pages == NUM_OWN + NUM_HOSTED - len(before)
+
+
+def test_a_division_that_is_given_up_leaves_nothing_behind(spec: ModelSpec) -> None:
+    batch, kv, sequence = divided(spec)
+    before, divisions = list(sequence.pages), batch.batch.begin_division()
+    batch.batch.drop_division(divisions)
+    assert (sequence.pages, kv.num_free_pages) == (before, NUM_OWN + NUM_HOSTED - len(before))
