@@ -15,7 +15,7 @@ from mooncake.messages.migration import LayerRange
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.decode_lab import Decoded, Move, StartDecodeLab
 from tests.workers.mini_cluster import tokens_of
-from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, Pair, Part, paired, until, wide_model
+from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, Pair, Part, paired, part_of, until, wide_model
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.migration import rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
@@ -25,8 +25,9 @@ pytestmark = pytest.mark.cluster
 THERE = ("asking", "hosted", "copying", "pausing", "paused", "switched")
 BACK = ("copying", "pausing", "paused", "switched", "ending")
 STEPS = [("there", step) for step in THERE] + [("away", "decoding")] + [("back", step) for step in BACK]
-PARTS: tuple[Part, ...] = (1, LayerRange(1, 3))
-CASES = random.Random(7).sample([(step, part) for step in STEPS for part in PARTS], 2 * len(STEPS))
+PARTS: tuple[Part, ...] = (1, LayerRange(1, 3), 0.5)
+ALL = [(step, part) for step in STEPS for part in PARTS]
+CASES = random.Random(7).sample(ALL, len(ALL))
 NUM_QUICK = 3
 """Cases of each test that do not take a soak."""
 
@@ -105,7 +106,7 @@ async def there_and_back(pair: Pair, steps: Steps, part: Part) -> None:
 
 def cases(num_quick: int) -> list[Any]:
     """All, most of them for a soak alone."""
-    ids = [f"{way} {step} {'heads' if part == 1 else 'layers'}" for (way, step), part in CASES]
+    ids = [f"{way} {step} {part_of(part).kind}" for (way, step), part in CASES]
     marks = [() if number < num_quick else (pytest.mark.soak,) for number in range(len(CASES))]
     return [
         pytest.param(*case, id=name, marks=of_one)
@@ -224,7 +225,7 @@ async def test_requests_that_come_and_go_at_a_step_have_their_answers(
             await until(lambda: pair.owner.executor.kv.num_free_pages == NUM_PAGES)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=["heads", "layers"])
+@pytest.mark.parametrize("part", PARTS, ids=["heads", "layers", "pages"])
 async def test_an_order_that_comes_twice_is_carried_out_once(
     start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
 ) -> None:
