@@ -55,7 +55,9 @@ WISHES = (
 )
 
 REMOTE = pytest.mark.parametrize("is_remote", [False, True], ids=["one host", "two hosts"])
-PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
+PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3), 0.5], ids=["heads", "layers", "pages"])
+COPIED_PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
+"""Parts whose move copies the owner's pages."""
 
 
 @pytest.fixture(scope="module")
@@ -298,8 +300,8 @@ async def test_a_lost_helper_costs_no_answer(
         await until(lambda: pair.owner.decode.num_running > 1)
         await pair.lose_helper()
         await until(lambda: not pair.owner.decode.modules.are_elsewhere)
-        what = "layers 1:3" if part != 1 else "1 of the KV heads"
-        assert pair.owner.decode.modules.error == f"d1 is lost, and {what} are here again"
+        error = f"d1 is lost, and {part_of(part).what} are here again"
+        assert pair.owner.decode.modules.error == error
         assert await running == expected
         place = await pair.place(part)
         assert "the helper does not answer" in place.error
@@ -375,7 +377,7 @@ async def test_modules_stay_away_and_take_no_memory_if_pages_are_not_freed_in_ti
 
 @pytest.mark.parametrize("lacking", ["free memory", "addresses"])
 @pytest.mark.parametrize("is_leaving", [True, False], ids=["leaving", "coming back"])
-@PARTS
+@COPIED_PARTS
 async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
     start_decode_lab: StartDecodeLab,
     tmp_path: Path,
