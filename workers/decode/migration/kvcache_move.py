@@ -57,7 +57,9 @@ class KVCacheMove:
         self._staging = PageCopies(library, itertools.compress(parts, (not one for one in here)))
         remote = self._after if self._before is None else self._before
         self._pages_at_a_time = (
-            max(1, _COPIED_BYTES // self._copies.page_bytes) if remote is None else remote.pages_at_a_time
+            max(1, _COPIED_BYTES // max(1, self._copies.page_bytes))
+            if remote is None
+            else remote.pages_at_a_time
         )
         self.copied_bytes = 0
         self._is_given_up = False
