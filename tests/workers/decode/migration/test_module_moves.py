@@ -365,7 +365,7 @@ async def test_modules_stay_away_and_take_no_memory_if_pages_are_not_freed_in_ti
         kv, model = pair.owner.executor.kv, pair.owner.executor.model
         await pair.move(part)
         num_pages, freed_bytes = kv.num_usable_pages, model.freed_bytes
-        taken = kv.allocate(NUM_PAGES + 1)
+        taken = kv.allocate(NUM_PAGES + 1, NUM_PAGES)
         with monkeypatch.context() as patches:
             patches.setattr(rearranger, "_FREEING_TIMEOUT_S", 0.1)
             assert "were not freed in 0.1 s" in (await pair.place(0)).error
