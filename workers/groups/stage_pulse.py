@@ -8,7 +8,15 @@ from collections.abc import Awaitable, Callable
 
 from workers.errors import SessionLostError
 
-_BEATS_PER_TIMEOUT = 5
+MOST_INTERVAL_S = 1.0
+"""The most seconds between two beats, however long the timeout: others decide by what beats carry, and a peer
+that has begun anew is found by its beat."""
+_FEWEST_PER_TIMEOUT = 5
+
+
+def beat_interval_s(timeout_s: float) -> float:
+    """Return the seconds between two beats to a peer that counts this process as lost after `timeout_s`."""
+    return min(MOST_INTERVAL_S, timeout_s / _FEWEST_PER_TIMEOUT)
 
 
 class LinkPulse:
@@ -19,7 +27,8 @@ class LinkPulse:
     """
 
     def __init__(self, who: str, timeout_s: float) -> None:
-        self.interval_s = timeout_s / _BEATS_PER_TIMEOUT
+        self.interval_s = beat_interval_s(timeout_s)
+        self._most_silent_beats = round(timeout_s / self.interval_s)
         self._who, self._timeout_s = who, timeout_s
         self._num_silent_beats = 0
 
@@ -33,5 +42,5 @@ class LinkPulse:
             await send()
             await asyncio.sleep(self.interval_s)
             self._num_silent_beats += 1
-            if self._num_silent_beats > _BEATS_PER_TIMEOUT:
+            if self._num_silent_beats > self._most_silent_beats:
                 raise SessionLostError(f"{self._who} has been silent for {self._timeout_s:g} s")

@@ -47,15 +47,16 @@ from mooncake.messages.workers import (
 from mooncake.node.process import Left, Progress, Ready, report
 from mooncake.node.process_config import WorkerProcess
 from workers.errors import SessionLostError
+from workers.groups.stage_pulse import beat_interval_s
 from workers.kvcache.latest_stats import LatestStats
 from workers.process.front_links import FrontLinks
 from workers.process.metrics_listener import ListenerState
 from workers.process.retirement import Retirement, end, is_sending
 from workers.process.unheard import UnheardPrompts
 
-HEARTBEATS_PER_TIMEOUT = 5
-HEARTBEATS_MISSED = 2.5
-"""Heartbeat intervals of the Conductor's silence after which a retiring worker no longer waits for it."""
+SILENCE_SHARE = 0.5
+"""The share of `conductor.peer_timeout_s` for which the Conductor is silent when a retiring worker no longer
+waits for it."""
 POLL_S = 0.05
 LEAVE_S = 0.5
 """Seconds in which the last messages may leave."""
@@ -87,7 +88,7 @@ class ConductorLink:
         self._process, self._stats, self._engine = process, stats, engine
         self._status, self._retirement = status, retirement
         identity = peer_identity(process.instance, incarnation)
-        self.heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self.heartbeat_s = beat_interval_s(process.config.conductor.peer_timeout_s)
         self._fronts = FrontLinks(identity, process.cluster_key)
         self.emit = self._fronts.emit
         self._conductor: ConductorDealer[ToWorker] = ConductorDealer(
@@ -268,4 +269,5 @@ class ConductorLink:
 
     @property
     def _hears_the_conductor(self) -> bool:
-        return time.monotonic() - self._heard_at_s < HEARTBEATS_MISSED * self.heartbeat_s
+        most_s = SILENCE_SHARE * self._process.config.conductor.peer_timeout_s
+        return time.monotonic() - self._heard_at_s < most_s

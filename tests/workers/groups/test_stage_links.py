@@ -20,6 +20,7 @@ from workers.errors import SessionLostError
 from workers.groups.next_stage import NextStage
 from workers.groups.previous_stage import PreviousStage
 from workers.groups.stage_messages import AboutJob, ChunkRange, End, StageAlive, StageHello, Stored
+from workers.groups.stage_pulse import LinkPulse
 
 TIMEOUT_S = 0.5
 SMALL = Capacity(1, 1, 1)
@@ -121,6 +122,25 @@ async def test_silence_ends_both_ends(endpoint: str) -> None:
         behind.close()
         with pytest.raises(SessionLostError, match=r"the stage before has been silent for 0\.5 s"):
             await before.beat()
+
+
+@pytest.mark.parametrize(("timeout_s", "interval_s"), [(0.5, 0.1), (5.0, 1.0), (60.0, 1.0)])
+async def test_beats_come_once_a_second_however_long_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float, interval_s: float
+) -> None:
+    intervals: list[float] = []
+
+    async def send() -> None:
+        pass
+
+    async def sleep(seconds: float) -> None:
+        intervals.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(SessionLostError, match=f"stage 1 has been silent for {timeout_s:g} s"):
+        await LinkPulse("stage 1", timeout_s).beat(send)
+    assert set(intervals) == {interval_s}
+    assert len(intervals) == round(timeout_s / interval_s) + 1
 
 
 async def test_stage_that_is_gone_is_noticed_before_it_has_been_silent_for_long(endpoint: str) -> None:

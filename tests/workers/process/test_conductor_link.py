@@ -36,8 +36,11 @@ class FixedStats(LatestStats):
 
 
 @asynccontextmanager
-async def linked(leaders: Leaders, peer_timeout_s: float) -> AsyncIterator[ConductorLink]:
-    """A link that registers, sends heartbeats, and follows leaders."""
+async def linked(
+    leaders: Leaders, peer_timeout_s: float = 3.0, heartbeat_s: float | None = None
+) -> AsyncIterator[ConductorLink]:
+    """A link that registers, sends heartbeats, at intervals of its own or of `heartbeat_s`, and follows
+    leaders."""
     process = WorkerProcess(
         cluster_key=KEY,
         config=Config(conductor=ConductorConfig(peer_timeout_s=peer_timeout_s)),
@@ -50,6 +53,7 @@ async def linked(leaders: Leaders, peer_timeout_s: float) -> AsyncIterator[Condu
     )
     status = ListenerState(Role.DECODE)
     link = ConductorLink(process, 1, status, Retirement(), leaders, FixedStats(), lambda: "an engine")
+    link.heartbeat_s = heartbeat_s or link.heartbeat_s
 
     async def heartbeat(pools: dict[str, PoolStats]) -> Heartbeat:
         return Heartbeat(0, 0, 8, pools)
@@ -78,7 +82,7 @@ async def test_a_new_leader_is_told_at_once_what_goes_on() -> None:
     second: Router[FromWorker] = Router("tcp://127.0.0.1:*", FromWorker, KEY)
     leaders = Leaders(Leader(first.endpoint, 5))
     # No heartbeat is due in the time of the test.
-    async with asyncio.timeout(DEADLINE_S), linked(leaders, 10 * DEADLINE_S) as link:
+    async with asyncio.timeout(DEADLINE_S), linked(leaders, heartbeat_s=10 * DEADLINE_S) as link:
         sender, register = await next_registration(first)
         assert (register.epoch, register.held) == (0, [])
         await first.send(sender, Registered(5))
@@ -96,7 +100,7 @@ async def test_a_new_leader_is_told_at_once_what_goes_on() -> None:
 
 async def test_a_conductor_that_does_not_lead_any_more_is_not_obeyed() -> None:
     router: Router[FromWorker] = Router("tcp://127.0.0.1:*", FromWorker, KEY)
-    async with asyncio.timeout(DEADLINE_S), linked(Leaders(Leader(router.endpoint, 9)), 3.0) as link:
+    async with asyncio.timeout(DEADLINE_S), linked(Leaders(Leader(router.endpoint, 9))) as link:
         for epoch in (8, 9):
             sender, _ = await next_registration(router)
             assert not link.is_registered
@@ -115,7 +119,7 @@ async def test_a_heartbeat_out_of_turn_is_sent_before_what_follows_it() -> None:
     # No further heartbeat is due in the time of the test.
     async with (
         asyncio.timeout(DEADLINE_S),
-        linked(Leaders(Leader(router.endpoint, 9)), 10 * DEADLINE_S) as link,
+        linked(Leaders(Leader(router.endpoint, 9)), heartbeat_s=10 * DEADLINE_S) as link,
     ):
         await link.beat_now()  # not registered: there is nobody to tell
         sender, _ = await next_registration(router)
@@ -125,4 +129,17 @@ async def test_a_heartbeat_out_of_turn_is_sent_before_what_follows_it() -> None:
         await link.beat_now()
         await link.tell(Leave())
         assert [type((await router.recv())[1]) for _ in range(2)] == [Heartbeat, Leave]
+    router.close()
+
+
+async def test_heartbeats_come_once_a_second_however_long_the_peer_timeout() -> None:
+    router: Router[FromWorker] = Router("tcp://127.0.0.1:*", FromWorker, KEY)
+    leaders = Leaders(Leader(router.endpoint, 9))
+    async with asyncio.timeout(DEADLINE_S), linked(leaders, 10 * DEADLINE_S) as link:
+        sender, _ = await next_registration(router)
+        await next_registration(router)  # again, as nobody has answered
+        await router.send(sender, Registered(9))
+        for _ in range(2):
+            assert isinstance((await router.recv())[1], Heartbeat)
+        assert link.heartbeat_s == 1.0
     router.close()
