@@ -110,9 +110,13 @@ def restart_conductor(server: Server) -> None:
 
 def test_caches_outlive_the_conductor(server: Server) -> None:
     cache = call(server, "POST", "/v1/context_caches", {"name": "book", "prompt": PREFIX, "ttl": 600})
-    call(server, "POST", "/v1/context_caches", {"name": "short", "prompt": other_prompt(9), "ttl": 1})
     gone = call(server, "POST", "/v1/context_caches", {"name": "gone", "prompt": other_prompt(8)})
     call(server, "DELETE", f"/v1/context_caches/{gone['id']}")
+    # A Conductor that is killed before it has said so leaves these pins, for a minute.
+    eventually(lambda: is_pinned(server), "nothing else is pinned")
+    call(server, "POST", "/v1/context_caches", {"name": "short", "prompt": other_prompt(9), "ttl": 1})
+    late = call(server, "POST", "/v1/context_caches", {"name": "late", "prompt": PREFIX})
+    call(server, "DELETE", f"/v1/context_caches/{late['id']}")
     for _ in range(2):
         restart_conductor(server)
         eventually(lambda: len(call(server, "GET", "/v1/context_caches")["data"]) == 1, "the short one ends")
