@@ -1,4 +1,7 @@
-"""Where clusters run, a tiny model for them, and a cluster of the default model that no test breaks."""
+"""Where clusters run, a tiny model for them, and a cluster of the default model that no test breaks.
+
+And the order of the tests: the longest files first.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +13,20 @@ from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
+
+LONGEST = (
+    *("test_documentation.py", "test_equality.py", "test_conductor_kills.py", "test_faults.py"),
+    *("vllm/test_sharing.py", "test_links.py", "test_standby.py", "test_lifecycle.py", "test_roles.py"),
+    *("upgrades/test_upgrades.py", "test_pipeline.py", "test_moved_modules.py", "test_openai_client.py"),
+    *("test_other_clients.py", "test_chaos.py"),
+)
+"""The files that take longest, the longest first. What begins last decides when all have ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, which run beside one another."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 @pytest.fixture
