@@ -1,4 +1,4 @@
-"""Layers that go to an idle instance by themselves, where one is busy: `conductor.migrate_modules`."""
+"""Layers or KV heads that go from a busy instance to an idle one by themselves: `conductor.migrate_modules`."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +20,12 @@ NUM_TOKENS = 2300
 
 
 def helpers(server: Server) -> dict[str, Any]:
-    """The layers that decode instances have elsewhere, by their helper."""
+    """The parts that decode instances have elsewhere, by their helper."""
     listed = HTTP.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
-    return {one["heads"]["helper"]: one["heads"]["layers"] for one in listed if one["heads"]["helper"]}
+    return {one["heads"]["helper"]: one["heads"]["part"] for one in listed if one["heads"]["helper"]}
 
 
-def test_layers_of_a_busy_instance_go_to_an_idle_one(tmp_path: Path, run_dir: Path) -> None:
+def test_modules_of_a_busy_instance_go_to_an_idle_one(tmp_path: Path, run_dir: Path) -> None:
     tiny_model(
         "llama3",
         tmp_path / "tiny",
@@ -49,10 +49,13 @@ def test_layers_of_a_busy_instance_go_to_an_idle_one(tmp_path: Path, run_dir: Pa
                 answers.append(client.submit(post, server, asked))
             return bool(helpers(server))
 
-        eventually(have_moved, "layers are at a helper")
-        [layers] = helpers(server).values()
-        assert layers["stop"] == 4
-        assert 1 <= layers["stop"] - layers["start"] <= 3, "some of four"
+        eventually(have_moved, "modules are at a helper")
+        [part] = helpers(server).values()
+        if part["layers"] is not None:
+            assert part["layers"]["stop"] == 4
+            assert 1 <= part["layers"]["start"] <= 3, "some of four"
+        else:  # a busy machine would take longer for a layer than the Conductor allows
+            assert 1 <= part["num_heads"] <= 3
         answers.append(client.submit(post, server, asked))
         texts = [text_of(answer.result().json()) for answer in answers]
         assert len(texts) >= 2
