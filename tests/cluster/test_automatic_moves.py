@@ -1,4 +1,4 @@
-"""Layers or KV heads that go from a busy instance to an idle one by themselves: `conductor.migrate_modules`."""
+"""Layers or KV heads of a busy instance go to an idle one by themselves: `conductor.migrate_modules`."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
