@@ -123,7 +123,7 @@ class HeldTokens:
     """
 
     def __init__(self, on_release: Callable[[], None]) -> None:
-        """Begin without held tokens. `on_release` is called when `take_released` has tokens."""
+        """Begin without held tokens. `on_release` is called when `release` has released one."""
         self._on_release = on_release
         self._held: dict[Sequence, tuple[str, TokenOutput]] = {}
         self._released: dict[Sequence, tuple[str, TokenOutput]] = {}
@@ -136,14 +136,19 @@ class HeldTokens:
     def release(self, sequence: Sequence) -> None:
         """Release the sequence's token if one is held."""
         if sequence in self._held:
-            self._released[sequence] = self._held.pop(sequence)
-            sequence.first_sent_s = asyncio.get_running_loop().time()
+            self._release(sequence)
             self._on_release()
 
     def begun(self, sequences: Iterable[Sequence]) -> None:
-        """Release the tokens of sequences whose next tokens are being computed."""
-        for sequence in sequences if self._held else ():
-            self.release(sequence)
+        """Release the tokens of sequences whose next tokens are being computed. The caller takes them at
+        once: `on_release` is not called."""
+        for sequence in sequences:
+            if sequence in self._held:
+                self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._released[sequence] = self._held.pop(sequence)
+        sequence.first_sent_s = asyncio.get_running_loop().time()
 
     def take_released(self) -> list[tuple[str, TokenOutput]]:
         """Return the tokens to send, each with the endpoint of its request's front."""

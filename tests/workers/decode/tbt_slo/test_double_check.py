@@ -7,7 +7,7 @@ import pytest
 from mooncake.messages.heartbeats import DecodeLoad
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from workers.decode.sequence import Sequence
-from workers.decode.tbt_slo.double_check import DoubleCheck, TooSlowError
+from workers.decode.tbt_slo.double_check import DoubleCheck, HeldTokens, TooSlowError
 from workers.decode.tbt_slo.tbt import IterationPredictors
 
 REQUEST_S, SLO_S = 0.01, 0.035
@@ -147,3 +147,16 @@ def test_waiting_for_its_turn_is_waiting_for_the_batch_and_not_for_its_kvcache()
     assert (sequence.arrival_s, sequence.joining_s) == (0.5, None)
     sequence.joined_s = 4.5
     assert (sequence.arrival_s, sequence.joining_s) == (0.5, 3.0)
+
+
+async def test_a_held_token_that_its_caller_takes_at_once_asks_for_no_further_turn() -> None:
+    decoding, released = Decoding(2), asyncio.Event()
+    held_tokens = HeldTokens(released.set)
+    of_iteration, of_timer = decoding.batch
+    held_tokens.hold(of_iteration, LONG_S)
+    held_tokens.begun(decoding.batch)
+    assert held_tokens.take_released() == [of_iteration.newest_output]
+    assert not released.is_set()
+    held_tokens.hold(of_timer, 0.0)
+    await released.wait()
+    assert held_tokens.take_released() == [of_timer.newest_output]
