@@ -301,7 +301,7 @@ class DecodeBatch:
             if self._prepared:
                 return 0  # these are about to run, or to leave
             if not self._fits(sequence):
-                self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
+                self._fail(sequence)
                 return 0
         self.leave(last)
         return len(last.pages)
@@ -309,14 +309,14 @@ class DecodeBatch:
     def _fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence fits into all pages, with its full pages at a helper as far as it has
         some."""
-        page_size = self._kv.page_size
-        most_pages = self._kv.most_pages_for(sequence.num_full_pages(page_size))
-        return sequence.num_pages_needed(page_size) <= most_pages
+        return sequence.num_pages_needed(self._kv.page_size) <= self._most_pages(sequence)
 
-    def _fail(self, sequence: Sequence, num_pages: int) -> None:
-        sequence.error = NoRoomError(
-            f"it needs {num_pages} device pages now, and there are {self._kv.num_usable_pages}"
-        )
+    def _most_pages(self, sequence: Sequence) -> int:
+        return self._kv.most_pages_for(sequence.num_full_pages(self._kv.page_size))
+
+    def _fail(self, sequence: Sequence) -> None:
+        num_pages, most_pages = sequence.num_pages_needed(self._kv.page_size), self._most_pages(sequence)
+        sequence.error = NoRoomError(f"it needs {num_pages} device pages now, and there are {most_pages}")
         self.leave(sequence)
 
     # -- admission ----------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class DecodeBatch:
             num_pages = sequence.num_pages_needed(kv.page_size) + (not is_first)
             num_full = sequence.num_full_pages(kv.page_size)
             if not self._fits(sequence):
-                self._fail(sequence, num_pages)
+                self._fail(sequence)
                 continue
             if self._lacks_slot or kv.num_free_for(num_full) < num_pages:
                 for other in self._preempted_for(sequence, num_pages, num_full):

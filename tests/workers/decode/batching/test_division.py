@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.workers.decode.batching.test_batch import Batch
+from tests.workers.decode.batching.test_batch import PAGE_SIZE, Batch
 from workers.decode.sequence import Sequence
 from workers.engine.kvcache import DeviceKVCache, HostedPages
 from workers.engine.spec import ModelSpec
@@ -67,3 +67,13 @@ def test_a_division_that_is_given_up_leaves_nothing_behind(spec: ModelSpec) -> N
     before, divisions = list(sequence.pages), batch.batch.begin_division()
     batch.batch.drop_division(divisions)
     assert (sequence.pages, kv.num_free_pages) == (before, NUM_OWN + NUM_HOSTED - len(before))
+
+
+def test_an_inlined_prompt_that_does_not_fit_here_is_not_told_of_pages_at_the_helper(spec: ModelSpec) -> None:
+    batch, _, running = divided(spec)
+    batch.end(running)
+    prompt = batch.sequence(PAGE_SIZE * NUM_OWN + 1)
+    prompt.tokens.pop()  # the first token is drawn here
+    batch.batch.enter(prompt)
+    batch.batch.plan()
+    assert str(prompt.error) == f"it needs {NUM_OWN + 1} device pages now, and there are {NUM_OWN}"
