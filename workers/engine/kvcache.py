@@ -469,9 +469,11 @@ class DeviceKVCache:
             self._is_free[page] = False
         return pages
 
-    def num_to_host(self, num_pages: int, num_full: int, held: Sequence[int] = ()) -> int:
+    def num_to_host(
+        self, num_pages: int, num_full: int, held: Sequence[int] = (), num_coming: int = 0
+    ) -> int:
         """Return how many of a sequence's pages are to be at a helper. The first `num_full` are full, and the
-        sequence has the pages `held` already.
+        sequence has the pages `held` already. `num_coming` pages here are about to be freed by others.
 
         It is the share that was ordered, none of a short sequence, or all that can be there if the sequence
         would have little room here to grow.
@@ -482,7 +484,8 @@ class DeviceKVCache:
         most = min(num_full, len(self._free_hosted) + num_there)
         if num_pages >= LONG_SHARE * self._end_of_own:
             num_wanted = round(num_pages * self.hosted_pages.share)
-        num_left = len(self._free) + len(held) - num_there - (num_pages - min(num_wanted, most))
+        num_here = len(held) - num_there
+        num_left = len(self._free) + num_coming + num_here - (num_pages - min(num_wanted, most))
         return most if num_left < GROWTH_SHARE * num_pages else min(num_wanted, most)
 
     def free(self, pages: Iterable[int]) -> None:

@@ -194,12 +194,13 @@ class DecodeBatch:
 
         The caller copies the pages, and calls `end_division`.
         """
-        kv, divisions = self._kv, list[Division]()
+        kv, divisions, num_coming = self._kv, list[Division](), 0
         for sequence in self._running:
             first, num_full = kv.num_hosted_of(sequence.pages), sequence.num_full_pages(kv.page_size)
-            num = kv.num_to_host(len(sequence.pages), num_full, sequence.pages) - first
+            num = kv.num_to_host(len(sequence.pages), num_full, sequence.pages, num_coming) - first
             if num >= _LEAST_DIVIDED:
                 divisions.append(Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num)))
+                num_coming += num
         return divisions
 
     def end_division(self, divisions: list[Division]) -> None:

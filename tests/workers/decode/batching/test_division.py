@@ -22,10 +22,14 @@ def spec() -> ModelSpec:
 def divided(spec: ModelSpec, share: Fraction = Fraction(1, 2)) -> tuple[Batch, DeviceKVCache, Sequence]:
     """A batch with one running sequence, when a helper's pages have come."""
     batch = Batch(spec, NUM_OWN)
-    kv, sequence = batch.batch._kv, batch.joined(NUM_TOKENS)
-    pages = HostedPages(share, kv.new_layers(NUM_HOSTED, 1), Mock(), None)
+    sequence = batch.joined(NUM_TOKENS)
+    have_helper(batch.kv, share, NUM_HOSTED)
+    return batch, batch.kv, sequence
+
+
+def have_helper(kv: DeviceKVCache, share: Fraction, num_hosted: int) -> None:
+    pages = HostedPages(share, kv.new_layers(num_hosted, 1), Mock(), None)
     kv.rearrange([kv.layer(layer) for layer in kv.layers], pages)
-    return batch, kv, sequence
 
 
 def test_full_pages_change_their_numbers_when_they_have_been_copied(spec: ModelSpec) -> None:
@@ -45,6 +49,15 @@ def test_the_page_that_is_being_written_stays(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec, Fraction(99, 100))
     batch.batch.end_division(batch.batch.begin_division())
     assert kv.num_hosted_of(sequence.pages) == len(sequence.pages) - 1
+
+
+def test_the_pages_that_one_sequence_frees_are_room_for_all(spec: ModelSpec) -> None:
+    batch = Batch(spec, 61)
+    first, *_ = [batch.joined(78) for _ in range(3)]  # 20 pages each, 19 of them full
+    have_helper(batch.kv, Fraction(1, 100), 60)
+    [division] = batch.batch.begin_division()
+    assert division.sequence is first
+    assert len(division.pages) == 19
 
 
 @pytest.mark.parametrize("is_left", [False, True], ids=["stored", "left"])
