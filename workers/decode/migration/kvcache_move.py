@@ -22,7 +22,7 @@ from workers.errors import ModulesStayError
 
 _GROWTH_SHARE = 0.1
 """Share of the pages that is expected to come into use while the others are copied."""
-_COPIED_BYTES = 64 << 20
+COPIED_BYTES = 64 << 20
 """Bytes that are copied in one call, which cannot be given up."""
 
 
@@ -57,7 +57,7 @@ class KVCacheMove:
         self._staging = PageCopies(library, itertools.compress(parts, (not one for one in here)))
         remote = self._after if self._before is None else self._before
         self._pages_at_a_time = (
-            max(1, _COPIED_BYTES // max(1, self._copies.page_bytes))
+            max(1, COPIED_BYTES // max(1, self._copies.page_bytes))
             if remote is None
             else remote.pages_at_a_time
         )

@@ -22,7 +22,7 @@ from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch, FullPage
 from workers.decode.blocks.block_transfers import BlockTransfers
-from workers.decode.migration.kvcache_move import KVCacheMove
+from workers.decode.migration.kvcache_move import COPIED_BYTES, KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.sequence import Sequence
 from workers.engine.kvcache import Helped
@@ -169,31 +169,39 @@ class Rearranger:
         self._kv.take_memory_beside()
 
     async def divide(self) -> None:
-        """Move full pages of running sequences to a helper that has pages of sequences.
+        """Move full pages of running sequences to a helper that has pages of sequences; none if the helper
+        is lost meanwhile.
 
         Raises TransferError if a helper on another host is lost.
         """
-        divisions = self._batch.begin_division()
+        kv, divisions = self._kv, self._batch.begin_division()
         if not divisions:
             return
+        assert kv.hosted_pages is not None
         own = torch.tensor([page for division in divisions for page in division.own_pages])
         there = torch.tensor([page for division in divisions for page in division.pages])
+        helper, given_up = kv.hosted_pages.owner, threading.Event()
 
         def copy() -> None:
-            for layer in self._kv.layers:
-                self._kv.scatter(layer, there, self._kv.gather(layer, own))
+            num_at_a_time = max(1, COPIED_BYTES // kv.page_bytes)
+            for sources, targets in zip(own.split(num_at_a_time), there.split(num_at_a_time), strict=True):
+                if given_up.is_set() or helper.is_closed:
+                    return
+                for layer in kv.layers:
+                    kv.scatter(layer, targets, kv.gather(layer, sources))
 
         try:
-            await self.beside(copy)
+            await self.beside(copy, given_up.set)
             self.hold()
             try:
                 await self._loop.quiet()
-                self._batch.end_division(divisions)
+                if not helper.is_closed:
+                    self._batch.end_division(divisions)
+                    self._meter.copied(len(own) * kv.page_bytes)
             finally:
                 self._resume()
         finally:
             self._batch.drop_division(divisions)
-        self._meter.copied(len(own) * self._kv.page_bytes)
 
     async def beside(self, call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:
         """Run a blocking call while iterations go on. This returns after the call, even if cancelled;

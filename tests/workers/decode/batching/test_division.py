@@ -27,9 +27,12 @@ def divided(spec: ModelSpec, share: Fraction = Fraction(1, 2)) -> tuple[Batch, D
     return batch, batch.kv, sequence
 
 
-def have_helper(kv: DeviceKVCache, share: Fraction, num_hosted: int) -> None:
-    pages = HostedPages(share, kv.new_layers(num_hosted, 1), Mock(), None)
+def have_helper(kv: DeviceKVCache, share: Fraction, num_hosted: int) -> Mock:
+    """Give the cache a helper's pages. Returns the owner's end of the exchange."""
+    owner = Mock(is_closed=False)
+    pages = HostedPages(share, kv.new_layers(num_hosted, 1), owner, None)
     kv.rearrange([kv.layer(layer) for layer in kv.layers], pages)
+    return owner
 
 
 def test_full_pages_change_their_numbers_when_they_have_been_copied(spec: ModelSpec) -> None:

@@ -72,7 +72,7 @@ def test_a_move_that_is_given_up_takes_no_more_memory(monkeypatch: pytest.Monkey
 
 
 def test_a_move_that_is_given_up_copies_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcache_move, "_COPIED_BYTES", 10 * PAGE_BYTES)
+    monkeypatch.setattr(kvcache_move, "COPIED_BYTES", 10 * PAGE_BYTES)
     kv, move = begun()
     copy = PageCopies.copy
 
