@@ -126,7 +126,9 @@ class KVCacheMove:
 
     def _check(self) -> None:
         """Raise ModulesStayError if the move is given up, or the helper is lost to which modules go."""
-        if self._is_given_up or (self._helped is not None and self._helped.owner.is_closed):
+        if self._is_given_up:
+            raise ModulesStayError("the move was given up")
+        if self._helped is not None and self._helped.owner.is_closed:
             raise ModulesStayError("the helper was lost before the move was complete")
 
     def complete(self) -> list[torch.Tensor]:

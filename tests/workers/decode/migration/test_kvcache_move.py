@@ -66,7 +66,7 @@ def test_a_move_that_is_given_up_takes_no_more_memory(monkeypatch: pytest.Monkey
         move.give_up()
 
     monkeypatch.setattr(kvcache_move, "populate", take)
-    with pytest.raises(ModulesStayError):
+    with pytest.raises(ModulesStayError, match="the move was given up"):
         move.take_memory()
     assert len(taken) == 1
 
@@ -81,7 +81,7 @@ def test_a_move_that_is_given_up_copies_no_more(monkeypatch: pytest.MonkeyPatch)
         move.give_up()
 
     monkeypatch.setattr(PageCopies, "copy", copy_some)
-    with pytest.raises(ModulesStayError):
+    with pytest.raises(ModulesStayError, match="the move was given up"):
         move.copy(kv.used_pages())
     assert move.copied_bytes == 10 * PAGE_BYTES
 
