@@ -224,7 +224,7 @@ class ModulesPlace(msgspec.Struct, frozen=True):
     """The instance that has, or is getting, `part`; empty for none."""
     part: ModulesPart = ModulesPart()
     is_moving: bool = False
-    """Whether the order is being carried out, or modules return because the helper is lost."""
+    """Whether the order is being carried out, or modules return because the helper is lost or slow."""
     error: str = ""
     """The reason why the latest order was not carried out, or why modules have returned without an order;
     else empty."""
