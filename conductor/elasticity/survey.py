@@ -69,6 +69,7 @@ class Survey:
             instance.num_device_pages * block_size,
             num_free_pages * block_size,
             tuple(coming),
+            num_tokens_at_helper=instance.num_pages_at_helper * block_size,
             takes_requests=instance.state is InstanceState.SERVING,
         )
         return replace(batch, correction=_measured_by_predicted(instance, batch))

@@ -52,9 +52,9 @@ class Migrations:
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
         """Return the best instance to which a request may move: the least predicted TBT decides.
 
-        Only instances with a batch slot and pages for the request count. An instance that would miss the TBT
-        SLO is skipped, unless the source misses it by more. Returns None if no instance is left, or if the
-        request may not move.
+        Only instances with a batch slot and pages of their own for the request count. An instance that would
+        miss the TBT SLO is skipped, unless the source misses it by more. Returns None if no instance is left,
+        or if the request may not move.
         """
         if not self.may_move(tracked):
             return None
@@ -118,7 +118,9 @@ class Migrations:
         if loads.batch_size.item(slot) >= loads.max_batch.item(slot):
             return False
         heartbeat, num_blocks = instance.heartbeat, instance.registration.layout.num_blocks(num_tokens)
-        return heartbeat is None or num_blocks <= heartbeat.num_free_device_pages
+        if heartbeat is None:
+            return True
+        return num_blocks + instance.num_pages_at_helper <= heartbeat.num_free_device_pages
 
     # -- beginning ----------------------------------------------------------------------------------
 

@@ -136,6 +136,16 @@ class Instance:
         now = self.modules.num_device_pages
         return self.registration.capacity.num_device_pages if now is None else now
 
+    @property
+    def num_pages_at_helper(self) -> int:
+        """The device pages that a helper has.
+
+        They are for full pages of requests that run here: one that migrates here gets none beforehand.
+        """
+        if not self.modules.part.share:
+            return 0
+        return max(0, self.num_device_pages - self.registration.capacity.num_device_pages)
+
     def shares_cores(self, other: "Instance") -> bool:
         """Return whether the instances have CPU cores in common, on which each computes while the other
         idles."""

@@ -63,10 +63,12 @@ class InstanceBatch:
     """Tokens of the longest sequence that fits into the instance when it is idle."""
     num_device_tokens: int
     num_free_tokens: int
-    """Tokens of KVCache for which the device has free pages."""
+    """Tokens of KVCache for which the device has free pages, those at a helper included."""
     coming: tuple[Coming, ...] = ()
     correction: float = 1.0
     """Measured TBT divided by predicted TBT, from the latest heartbeat."""
+    num_tokens_at_helper: int = 0
+    """Tokens of KVCache for which a helper has pages. A request that moves here gets none of these pages."""
     takes_requests: bool = True
     """Whether the instance may be a destination; False while it drains."""
 
@@ -120,13 +122,14 @@ class InstanceBatch:
         return sum(of.num_prompt_tokens for of in self.coming)
 
     def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
-        """Return whether the request may move to this instance: a slot and pages are free, and the batch
-        stays within `share` of its SLO."""
+        """Return whether the request may move to this instance: a slot and pages of its own are free, and the
+        batch stays within `share` of its SLO."""
         if not self.takes_requests or self.size >= self.max_batch:
             return False
         if resident.max_num_tokens > self.max_sequence_tokens:
             return False
-        num_free_after = self.num_free_tokens - self.num_coming_tokens - resident.num_tokens
+        num_free_tokens = self.num_free_tokens - self.num_tokens_at_helper
+        num_free_after = num_free_tokens - self.num_coming_tokens - resident.num_tokens
         has_pages = num_free_after >= (1 - _ROOM_SHARE) * self.num_device_tokens
         return has_pages and self.with_(resident).is_within(share)
 

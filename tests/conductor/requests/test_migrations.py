@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState
 from conductor.requests.migration import MigrationStep, step_behind_copies
+from conductor.requests.migrations import RETRY_AFTER_S
 from conductor.settings import Limits
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
 from mooncake.messages.fronts import Cancel, Continue, Failed, FrontHello, Interrupted, Submit
-from mooncake.messages.migration import HandedOver, PreCopied, Prepared
+from mooncake.messages.migration import HandedOver, ModulesPart, ModulesPlace, PreCopied, Prepared
 from mooncake.messages.operators import Drain
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
@@ -264,6 +266,22 @@ def test_a_hand_over_that_nobody_has_ordered_costs_the_source_the_request() -> N
     moving.hear(D0, HandedOver(SOURCE, OUTPUT))
     assert moving.conductor.requests["r"].state is RequestState.INTERRUPTED
     assert not [effect for effect in moving.told if isinstance(effect.message, Failed)]
+
+
+@pytest.mark.parametrize(("num_free", "name"), [(103, None), (104, "d1")])
+def test_no_request_moves_to_an_instance_whose_free_pages_may_be_those_of_its_helper(
+    num_free: int, name: str | None
+) -> None:
+    moving = Moving()
+    destination_refuses(moving)
+    moving.now_s += RETRY_AFTER_S
+    place = ModulesPlace(helper="d2", part=ModulesPart(share=0.5), num_device_pages=200)
+    moving.hear(D1, msgspec.structs.replace(HEARTBEAT, num_free_device_pages=num_free, modules=place))
+    tracked = moving.conductor.requests["r"]
+    best = moving.conductor.migrations.best_destination(tracked, moving.now_s)
+    assert (best and best.name) == name
+    batches = moving.conductor.elasticity._survey.batches(moving.now_s)
+    assert [batch.num_tokens_at_helper for batch in batches] == [0, 100 * 4]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,13 @@ def test_no_relief_to_an_instance_that_drains_or_has_no_pages() -> None:
     assert relieve([late, replace(batch("d1"), takes_requests=False)]) == []
 
 
+def test_no_relief_to_an_instance_whose_free_pages_are_at_its_helper() -> None:
+    late = batch("d0", resident("a", 6000), resident("b", 4500))
+    owner = replace(batch("d1", free=100_000), num_tokens_at_helper=80_000)
+    assert shown(relieve([late, owner])) == [("b", "d0", "d1")]
+    assert relieve([late, replace(owner, num_tokens_at_helper=90_000)]) == []
+
+
 def test_a_batch_without_slos_is_never_late() -> None:
     full = batch("d0", resident("a", 90_000, slo_s=None))
     assert relieve([full, batch("d1")]) == []
