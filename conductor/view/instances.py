@@ -64,6 +64,8 @@ class Instance:
     """The prompt length in tokens of each request assigned to the instance, as prefill or decode, by id."""
     modules_order: PlaceModules | None = None
     """The latest order that moves the instance's modules, until a heartbeat reports the result."""
+    helper: "Instance | None" = None
+    """The registered instance that has modules of this one, as of the latest heartbeat; None for none."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -98,13 +100,19 @@ class Instance:
         are and with all of them back.
 
         Where a helper has pages, sequences may be longer than fits without it: the pages stay there as long
-        as such a sequence needs them. Prompts may not (`max_prompt_blocks`).
+        as such a sequence needs them, so no further one may come while they are to come back. Prompts may
+        not be longer (`max_prompt_blocks`).
         """
         capacity = self.registration.capacity
         most = min(capacity.num_pool_pages, self.num_device_pages)
-        if self.modules.part.share and self.role is Role.DECODE:
+        if self.modules.part.share and self.role is Role.DECODE and not self._is_called_back:
             return most
         return min(most, capacity.num_device_pages)
+
+    @property
+    def _is_called_back(self) -> bool:
+        """Whether the modules are to come back, as the helper drains."""
+        return self.helper is not None and self.helper.state is not InstanceState.SERVING
 
     @property
     def max_prompt_blocks(self) -> int:

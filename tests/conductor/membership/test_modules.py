@@ -10,12 +10,21 @@ from conductor.effects import Effect
 from conductor.policy import Conductor
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.fronts import ClusterState
+from mooncake.messages.fronts import ClusterState, Rejected, Submit
 from mooncake.messages.migration import LayerRange, ModulesPart, ModulesPlace, ModulesSupport, PlaceModules
 from mooncake.messages.operators import ChangeRole, Drain, MoveModules, Ordered
 from mooncake.messages.pools import PoolShard
-from mooncake.messages.workers import Register, Retire, Retired, Role
-from tests.conductor.small_cluster import EPOCH, FRONT, HEARTBEAT, address, new_conductor, registration
+from mooncake.messages.workers import Register, Reserve, Retire, Retired, Role
+from tests.conductor.small_cluster import (
+    EPOCH,
+    FRONT,
+    HEARTBEAT,
+    POOL,
+    address,
+    new_conductor,
+    registration,
+    request,
+)
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
 A, B, C = (peer_identity(name, 1) for name in "abc")
@@ -273,6 +282,33 @@ def test_a_helper_that_leaves_does_so_when_the_modules_are_back(conductor: Condu
     assert sent(conductor.tick(3.5)) == [PlaceModules(EPOCH, 3, "b", "/run/b")]
     back = msgspec.structs.replace(HEARTBEAT, modules=ModulesPlace(EPOCH, 3))
     assert sent(conductor.handle(A, back, 4.0)) == [Retired(False)]
+
+
+def test_no_request_is_longer_than_fits_without_a_helper_that_drains(conductor: Conductor) -> None:
+    """It would keep the helper's pages from coming back."""
+    instance = conductor.instances.get("a")
+    assert instance is not None
+    capacity = msgspec.structs.replace(instance.registration.capacity, num_pool_pages=300)
+    instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
+    place = ModulesPlace(EPOCH, 1, "b", ModulesPart(share=0.5), num_device_pages=200)
+    pool = msgspec.structs.replace(POOL, num_pages=300, num_free=300)
+
+    def submitted(request_id: str) -> list[tuple[bytes, object]]:
+        """A request of 101 blocks, after a heartbeat of the owner."""
+        heartbeat = msgspec.structs.replace(HEARTBEAT, pools={"a": pool}, modules=place)
+        conductor.handle(A, heartbeat, 2.0)
+        effects = conductor.handle(FRONT, Submit(request(request_id, 100 * 4)), 2.0)
+        return [(effect.peer, type(effect.message)) for effect in effects]
+
+    order(conductor, "a", "b", place.part)
+    assert submitted("first") == [(A, Reserve)]
+    _drain(conductor)
+    assert submitted("second") == [(FRONT, Rejected)]
+    assert instance.max_sequence_blocks == 100
+    place = msgspec.structs.replace(place, number=2, error="a request may need 101 pages")
+    assert submitted("third") == [(FRONT, Rejected)]
+    conductor.handle(FRONT, Drain(3, "b", is_wanted=False), 2.0)
+    assert submitted("fourth") == [(A, Reserve)]
 
 
 def test_another_conductor_learns_where_modules_are(conductor: Conductor) -> None:
