@@ -41,7 +41,7 @@ THRESHOLDS = Thresholds()
 MODULES_PERIOD_S = 10.0
 """Seconds between two plans of module moves, in which new heartbeats arrive."""
 MODULES_AGAIN_S = 60.0
-"""Seconds after an order to move modules of an instance; until then no more of its modules leave."""
+"""Seconds between two orders to an instance to move modules away, and between two to take them back."""
 
 OVERLOADED = 429
 """The HTTP status of rejections because of the load: only these count as demand that was not served."""
@@ -74,8 +74,8 @@ class Elasticity:
         self.rebalancer = Rebalancer() if settings.has_rebalancing else None
         self._num_arrived = 0
         self._modules_looked_s = -math.inf
-        self._given_s: dict[str, float] = {}
-        """The time at which modules of an instance were last ordered to a helper."""
+        self._ordered_s: dict[tuple[str, bool], float] = {}
+        """The time at which modules of an instance were last ordered, by whether back."""
 
     # -- what happens -------------------------------------------------------------------------------
 
@@ -190,15 +190,15 @@ class Elasticity:
         owner, helper = self._instances.get(move.owner), self._instances.get(move.helper)
         assert owner is not None
         assert helper is not None
-        if move.kind is not None and now_s - self._given_s.get(move.owner, -math.inf) < MODULES_AGAIN_S:
+        order = move.owner, move.kind is None
+        if now_s - self._ordered_s.get(order, -math.inf) < MODULES_AGAIN_S:
             return []
         num_layers = owner.registration.layout.num_layers
         layers = LayerRange(num_layers - move.num, num_layers) if move.kind is Kind.LAYERS else None
         part = ModulesPart(move.num if move.kind is Kind.HEADS else 0, layers)
         if self._modules.why_not(owner, helper, part):
             return []
-        if move.kind is not None:
-            self._given_s[move.owner] = now_s
+        self._ordered_s[order] = now_s
         return self._modules.order(owner, helper, part)
 
     def _state(self, now_s: float) -> State:

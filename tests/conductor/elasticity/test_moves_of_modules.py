@@ -53,6 +53,8 @@ class Cluster:
         self.orders: list[tuple[str, PlaceModules]] = []
         self.places = {f"d{n}": ModulesPlace() for n in range(len(hosts))}
         self.num_tokens = dict.fromkeys(self.places, 0)
+        self.keeping: set[str] = set()
+        """Instances that refuse to take modules back."""
         self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
         self.tell(b"p0#1", member("p0", Role.PREFILL, "host", why_not))
         for name, host in zip(self.places, hosts, strict=True):
@@ -70,9 +72,12 @@ class Cluster:
                 self.tell(effect.peer, Prefilled(message.ref, 5, 0))
             elif isinstance(message, PlaceModules):
                 self.orders.append((name, message))
+                before = self.places[name]
                 self.places[name] = ModulesPlace(message.epoch, message.number, message.helper, message.part)
                 if not message.part:
                     self.places[name] = ModulesPlace(message.epoch, message.number)
+                    if name in self.keeping:
+                        self.places[name] = msgspec.structs.replace(before, number=message.number, error="no")
 
     def submit(self) -> None:
         """One request more, of some that are decoded all the time."""
@@ -124,6 +129,20 @@ def test_layers_come_back_when_the_load_is_even_and_do_not_leave_at_once_again()
     while len(cluster.orders) == 2:
         cluster.pass_seconds(1, d0=BUSY)
     assert cluster.now_s - since_s < MODULES_AGAIN_S + 3 * MODULES_PERIOD_S
+
+
+def test_an_owner_that_takes_nothing_back_is_asked_now_and_then_while_other_modules_move() -> None:
+    cluster = Cluster(hosts=("host",) * 4)
+    cluster.keeping.add("d0")
+    cluster.tell(FRONT, MoveModules(1, "d0", "d1", ModulesPart(share=0.5)))
+    cluster.pass_seconds(60, d2=BUSY)
+    assert [(owner, order.helper) for owner, order in cluster.orders] == [
+        ("d0", "d1"),
+        ("d0", "d1"),
+        ("d2", "d3"),
+    ]
+    cluster.pass_seconds(60, d2=BUSY)
+    assert [owner for owner, _ in cluster.orders] == ["d0", "d0", "d2", "d0"]
 
 
 def test_a_hundred_quiet_periods_move_nothing() -> None:
