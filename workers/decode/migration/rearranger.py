@@ -184,11 +184,12 @@ class Rearranger:
 
         def copy() -> None:
             num_at_a_time = max(1, COPIED_BYTES // kv.page_bytes)
-            for sources, targets in zip(own.split(num_at_a_time), there.split(num_at_a_time), strict=True):
+            for begin in range(0, len(own), num_at_a_time):
                 if given_up.is_set() or helper.is_closed:
                     return
+                some = slice(begin, begin + num_at_a_time)
                 for layer in kv.layers:
-                    kv.scatter(layer, targets, kv.gather(layer, sources))
+                    kv.scatter(layer, there[some], kv.gather(layer, own[some]))
 
         try:
             await self.beside(copy, given_up.set)
