@@ -8,23 +8,18 @@ import bisect
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from kernels.cpu.hosted_layers import LayersHelper, LayersOwner
+from kernels.cpu.hosted_layers import LayersHelper
 from kernels.cpu.memory import HUGE_PAGE_BYTES, give_back, huge_zeros, populate
-from kernels.cpu.moved_attention import AttentionOwner
-from kernels.kv_copy import gather_pages, scatter_pages
+from workers.engine.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads, PagesOfLayer
 from workers.engine.spec import ModelSpec
 
 GROWTH_SHARE = 1 / 16
 """The number of free pages to be left when a sequence gets its pages, so that it can grow, as a share of its
 pages."""
-
-
 LONG_SHARE = 1 / 32
 """The least share of this process's pages with which a sequence is long. For a shorter one the exchange
 with a helper costs more than it saves."""
@@ -38,113 +33,6 @@ class OutOfPages(RuntimeError):
             f"wanted {num_wanted} KVCache pages, {num_free} of {num_pages} are free; free some or wait"
         )
         self.num_wanted, self.num_free, self.num_pages = num_wanted, num_free, num_pages
-
-
-class RemotePages(Protocol):
-    """Pages in the memory of a helper on another host, and how they are copied. Calls block.
-
-    Layers are counted from the first hosted one. All calls raise TransferError when the helper is lost.
-    """
-
-    @property
-    def pages_at_a_time(self) -> int:
-        """The most pages, each with all its layers, that one message carries."""
-
-    def new_blocks(self, num_layers: int, num_pages: int) -> torch.Tensor:
-        """Return new memory for blocks, `[num_layers, num_pages, num_heads, 2, page_size, head_dim]`."""
-
-    def read_layer(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Return copies of `pages` (int64 `[n]`) of a layer: `[n, num_heads, 2, page_size, head_dim]`."""
-
-    def write_layer(self, layer: int, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy blocks `[n, num_heads, 2, page_size, head_dim]` into pages of a layer."""
-
-    def read(self, pages: Sequence[int], into: torch.Tensor) -> None:
-        """Copy pages of all layers into blocks, shaped as those of `new_blocks`."""
-
-    def write(self, pages: Sequence[int], blocks: torch.Tensor) -> None:
-        """Copy blocks into pages of all layers."""
-
-    def close(self) -> None:
-        """End calls in progress, and refuse further ones. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True)
-class MovedHeads:
-    """The last KV heads of all pages, which a helper hosts and computes with (BanaServe, section 4.1)."""
-
-    layers: Sequence[torch.Tensor]
-    """One tensor `[num_pages, num_moved, 2, page_size, head_dim]` for each layer, in memory that the helper
-    maps too; without memory (meta tensors) if the helper is on another host."""
-    owner: AttentionOwner
-    """The owner's end of the exchange with the helper."""
-    remote: RemotePages | None
-    """The pages of a helper on another host."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostedLayers:
-    """Consecutive layers of all pages that a helper hosts and computes (BanaServe, section 4.1, figure 3)."""
-
-    layers: range
-    pages: Sequence[torch.Tensor]
-    """The pages of each hosted layer, shaped like those of other layers, in memory that the helper maps
-    too; without memory (meta tensors) if the helper is on another host."""
-    owner: LayersOwner
-    """The owner's end of the exchange with the helper."""
-    remote: RemotePages | None
-    """The pages of a helper on another host."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostedPages:
-    """Further pages, which follow those of this process, and which a helper hosts and attends to (BanaServe,
-    section 4.1, split by sequence).
-
-    They have the first tokens of sequences, and are full: no iteration writes them.
-    """
-
-    share: Fraction
-    """The share of a sequence's pages that is to be at the helper."""
-    layers: Sequence[torch.Tensor]
-    """One tensor `[num_hosted, num_kv_heads, 2, page_size, head_dim]` for each layer, in memory that the
-    helper maps too; without memory (meta tensors) if the helper is on another host."""
-    owner: AttentionOwner
-    """The owner's end of the exchange with the helper."""
-    remote: RemotePages | None
-    """The pages of a helper on another host."""
-
-    def __len__(self) -> int:
-        """Return the number of pages."""
-        return len(self.layers[0])
-
-
-Helped = MovedHeads | HostedLayers | HostedPages
-"""The part of model and KVCache that a helper has."""
-
-
-class _PagesOfLayer(NamedTuple):
-    """Pages of consecutive heads of one layer: a tensor, or without memory in it (meta) the layer `position`
-    of `remote`."""
-
-    tensor: torch.Tensor
-    remote: RemotePages | None
-    position: int
-
-    def read(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return copies of pages, `[n, num_heads, 2, page_size, head_dim]`."""
-        if self.tensor.is_meta:
-            assert self.remote is not None
-            return self.remote.read_layer(self.position, pages)
-        return gather_pages(self.tensor, pages)
-
-    def write(self, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy blocks, shaped as in `read`, into pages."""
-        if self.tensor.is_meta:
-            assert self.remote is not None
-            self.remote.write_layer(self.position, pages, blocks)
-        else:
-            scatter_pages(self.tensor, pages, blocks)
 
 
 class DeviceKVCache:
@@ -349,14 +237,14 @@ class DeviceKVCache:
             heads.write(pages, blocks[:, first:end])
             first = end
 
-    def _heads_of(self, layer: int) -> list[_PagesOfLayer]:
+    def _heads_of(self, layer: int) -> list[PagesOfLayer]:
         """Return the pages of a layer: all heads together, or those here and those that are moved."""
         first = 0 if self.hosted is None else self.hosted.layers.start
         remote = None if self.hosted is None else self.hosted.remote
-        heads_of = [_PagesOfLayer(self.layer(layer), remote, layer - first)]
+        heads_of = [PagesOfLayer(self.layer(layer), remote, layer - first)]
         if self.moved is not None:
             position = layer - self.layers.start
-            heads_of.append(_PagesOfLayer(self.moved.layers[position], self.moved.remote, position))
+            heads_of.append(PagesOfLayer(self.moved.layers[position], self.moved.remote, position))
         return heads_of
 
     def _halves(self, layer: int, pages: torch.Tensor) -> tuple["_Half", "_Half"]:
@@ -365,8 +253,8 @@ class DeviceKVCache:
         hosted, first, position = self.hosted_pages, self._end_of_own, layer - self.layers.start
         assert hosted is not None
         are_hosted = pages >= first
-        own = _Half(~are_hosted, _PagesOfLayer(self.layer(layer), None, position), pages[~are_hosted])
-        there = _PagesOfLayer(hosted.layers[position], hosted.remote, position)
+        own = _Half(~are_hosted, PagesOfLayer(self.layer(layer), None, position), pages[~are_hosted])
+        there = PagesOfLayer(hosted.layers[position], hosted.remote, position)
         return own, _Half(are_hosted, there, pages[are_hosted] - first)
 
     def rearrange(self, layers: list[torch.Tensor], helped: Helped | None) -> list[torch.Tensor]:
@@ -501,7 +389,7 @@ class _Half(NamedTuple):
     """Pages of one layer at one side: which of a list of pages they are, a mask, and their numbers there."""
 
     places: torch.Tensor
-    of_layer: _PagesOfLayer
+    of_layer: PagesOfLayer
     pages: torch.Tensor
 
 

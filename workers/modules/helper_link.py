@@ -16,7 +16,8 @@ import msgspec
 from kernels.cpu.mailbox import Wire
 from mooncake.errors import TransferError
 from mooncake.security.keys import ClusterKey
-from workers.engine.kvcache import DeviceKVCache, Helped
+from workers.engine.helped_parts import Helped
+from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
 from workers.modules import connections

@@ -1,6 +1,6 @@
 """BanaServe's performance model (section 4.3) against the real server on this machine: 1P1D, one core each.
 
-    python -m benchmarks.performance_model FOLDER
+    python -m benchmarks.tools.simulator.performance_model FOLDER
 
 A worker's profile and the closed loops of `benchmarks.tools.simulator.calibration` give the model's costs.
 Other closed loops, of other sizes and numbers of requests, are measured and predicted. What FOLDER has is not
@@ -96,7 +96,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 def main() -> None:
     """Measure what the folder lacks, and compare."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.performance_model",
+        prog="python -m benchmarks.tools.simulator.performance_model",
         description="BanaServe's performance model beside the real server.",
     )
     parser.add_argument("folder", type=Path, help="profile and measured loops")
