@@ -62,7 +62,7 @@ class PagesShape:
 
 
 class PagesClient:
-    """The owner's end (`workers.engine.kvcache.RemotePages`).
+    """The owner's end (`workers.engine.helped_parts.RemotePages`).
 
     Any thread may call its methods; calls wait for each other.
 
