@@ -4,11 +4,12 @@
 
 The command profiles a worker. Then short closed loops on the running server measure what the profile of a
 single worker does not have: the other times before a first token, the variation of iterations, and how much
-instances on the same cores slow each other down (`calibration`). Then the command replays a part of the trace
-with shorter lengths through HTTP (`mooncake-bench`), simulates the same requests, and compares the figures.
-Results of an earlier call in FOLDER are used again.
+instances on the same cores slow each other down (`calibration`). Then the command sends five loads through
+HTTP (`mooncake-bench`): a part of the trace with shorter lengths, and four synthetic loads. Each is simulated
+with the same requests, and the figures are compared. Results of an earlier call in FOLDER are used again.
 
-Owns: this machine as a card, the comparison. Does not know: how the server is loaded, how it is simulated.
+Owns: the loads, this machine as a card, the comparison. Does not know: how the server is loaded, how it is
+simulated.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from rich.table import Table
 from benchmarks.servers import free_port, serving
 from benchmarks.tools.load.outcomes import Kind, Outcome
 from benchmarks.tools.load.prompts import PromptMaker
-from benchmarks.tools.load.sources import Plan, Run, TraceSource
+from benchmarks.tools.load.sources import Plan, Run, Source, SyntheticSource, TraceSource
 from benchmarks.tools.simulator.calibration import LOOPS, Calibration, calibrated
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
 from benchmarks.tools.simulator.cluster.machines.cards import STATED, HardwareCard, ModelCard
@@ -38,6 +39,7 @@ from benchmarks.tools.simulator.cluster.requests import Outcome as Simulated
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.traces.request import TraceRequest
+from benchmarks.tools.traces.synthetic import SyntheticLoad
 from conductor.settings import Limits, PolicySettings
 from mooncake.config.profile import load_profile
 from mooncake.messages.blocks import block_keys, root_key
@@ -49,35 +51,54 @@ COPY_BYTES_PER_S = 5e9
 """Bytes that a core copies in a second within its memory, to the device's pages or to another process."""
 PATIENT_S = 600.0
 """A TTFT SLO so long that nothing is rejected."""
-REPLAY = "replay"
+CONTEXT_LEN = 8000
+"""Tokens of the longest request; longer ones of the trace are left out."""
+TTFT_SLO_S, TBT_SLO_S = 4.0, 0.15
+SPEED, SCALE_LENGTHS, JITTER_S = 0.25, 0.1, 3.0
+"""The speed at which the trace is replayed, the factor of its lengths, and the length of its clock's tick."""
+CONVERSATIONS = "conversations"
 TOKEN_IDS = (1000, 30_000)
 TIMES_WITHIN, REJECTIONS_WITHIN = 0.15, 0.10
 
 Values = npt.NDArray[np.float64]
 
 
+SYNTHETIC = {
+    "short chats": SyntheticLoad(
+        rate_per_s=6.0, first_input_tokens=(32, 64, 128, 240), output_tokens=(16, 48, 96)
+    ),
+    "long prompts": SyntheticLoad(
+        rate_per_s=0.6, first_input_tokens=(800, 1500, 2500), output_tokens=(8, 16, 24)
+    ),
+    "chats and documents": SyntheticLoad(
+        rate_per_s=2.0, first_input_tokens=(120, 120, 120, 120, 1500), output_tokens=(16, 64, 96)
+    ),
+    "shared prefix": SyntheticLoad(
+        rate_per_s=3.0, shared_prefix_tokens=512, first_input_tokens=(544, 640, 896), output_tokens=(16, 48)
+    ),
+}
+"""The other four loads, two of them with more than this server can serve within the SLOs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The requests of a replay, and the SLOs in seconds."""
+    """A load: its requests, and the flags with which `mooncake-bench` sends the same requests."""
 
-    trace: Path
-    duration_s: float
-    speed: float
+    source: Source
+    flags: dict[str, object]
     scale_lengths: float
-    context_len: int
-    ttft_slo_s: float
-    tbt_slo_s: float
+    duration_s: float
     seed: int
 
     def requests(self) -> Iterator[TraceRequest]:
         """Yield the requests as the server gets them, with the blocks that the server makes of the sent
         tokens."""
         run = Run(
-            source=TraceSource(self.trace, self.speed, 3.0),
+            source=self.source,
             seed=self.seed,
             duration_s=self.duration_s,
             scale_lengths=self.scale_lengths,
-            context_len=self.context_len,
+            context_len=CONTEXT_LEN,
             token_ids=TOKEN_IDS,
             timeout_s=600.0,
         )
@@ -87,32 +108,35 @@ class Replay:
             ids = tuple(int.from_bytes(key, "little") for key in keys)
             yield TraceRequest(planned.at_s, planned.num_input_tokens, planned.num_output_tokens, ids)
 
+    def bench_flags(self) -> dict[str, object]:
+        """Return all flags for `mooncake-bench run`."""
+        return {
+            **self.flags,
+            "--scale-lengths": self.scale_lengths,
+            "--duration": self.duration_s,
+            "--context-len": CONTEXT_LEN,
+            "--seed": self.seed,
+            "--ttft-slo": TTFT_SLO_S,
+            "--tbt-slo": TBT_SLO_S,
+        }
+
+
+def replays(trace: Path, folder: Path, duration_s: float, seed: int) -> dict[str, Replay]:
+    """Return the five loads by name. The parameters of the synthetic ones are written to `folder`."""
+    flags = {"--trace": trace, "--jitter": JITTER_S, "--speed": SPEED}
+    source = TraceSource(trace, SPEED, JITTER_S)
+    found = {CONVERSATIONS: Replay(source, flags, SCALE_LENGTHS, duration_s, seed)}
+    for name, load in SYNTHETIC.items():
+        file = folder / f"{name}.json"
+        load.save(file)
+        found[name] = Replay(SyntheticSource(load), {"--synthetic": file}, 1.0, duration_s, seed)
+    return found
+
 
 def measure_profile(file: Path) -> None:
     """Profile a worker with one thread on this machine."""
     flags = {"--config": "configs/local-cpu.yaml", "--worker-num-threads": 1}
     subprocess.run([*_server(), *_flat(flags), "profile", str(file)], check=True)
-
-
-def measure(of: Replay, profile: Path, folder: Path) -> None:
-    """Measure the real server. The outcomes are written to folders of `folder`; loads whose folders exist are
-    skipped.
-
-    The closed loops run on a server of their own, on which nothing is rejected.
-    """
-    replayed = {
-        "--trace": of.trace,
-        "--jitter": 3,
-        "--speed": of.speed,
-        "--duration": of.duration_s,
-        "--scale-lengths": of.scale_lengths,
-        "--context-len": of.context_len,
-        "--seed": of.seed,
-        "--ttft-slo": of.ttft_slo_s,
-        "--tbt-slo": of.tbt_slo_s,
-    }
-    run_loads({name: loop.flags() for name, loop in LOOPS.items()}, PATIENT_S, of.tbt_slo_s, profile, folder)
-    run_loads({REPLAY: replayed}, of.ttft_slo_s, of.tbt_slo_s, profile, folder)
 
 
 def run_loads(
@@ -158,7 +182,7 @@ def outcomes(folder: Path) -> list[Outcome]:
     return sorted(found, key=lambda outcome: outcome.number)
 
 
-def simulate(of: Replay, machine: Calibration) -> Results:
+def simulate(replay: Replay, machine: Calibration) -> Results:
     """Simulate the same requests on two cores of this machine."""
     weights_bytes, efficiencies = MODEL.weights_bytes, STATED
     core = HardwareCard(
@@ -180,12 +204,13 @@ def simulate(of: Replay, machine: Calibration) -> Results:
         block_tokens=BLOCK_TOKENS,
         saturating_tokens=SATURATING_TOKENS,
         first_token_s=machine.first_token_s,
+        prompt_s=machine.prompt_s,
         slowdowns=machine.slowdowns,
         join_costs=machine.join_costs,
         jitter=IterationJitter(machine.longest_mean),
     )
-    limits = Limits(ttft_slo_s=of.ttft_slo_s, tbt_slo_s=of.tbt_slo_s)
-    return DisaggregatedCluster(shape, 1, 1, limits, PolicySettings(), max_tokens=1).run(of.requests())
+    limits = Limits(ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S)
+    return DisaggregatedCluster(shape, 1, 1, limits, PolicySettings(), max_tokens=1).run(replay.requests())
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -227,9 +252,9 @@ def compare(real: Sequence[Outcome], simulated: Results) -> list[Row]:
     return rows
 
 
-def print_rows(rows: Sequence[Row], num_requests: int) -> None:
-    """Print a table of the figures."""
-    table = Table(title=f"{num_requests:,} requests on the real server and simulated")
+def print_rows(name: str, rows: Sequence[Row], num_requests: int) -> None:
+    """Print a table of the figures of a load."""
+    table = Table(title=f"{name}: {num_requests:,} requests on the real server and simulated")
     table.add_column("")
     for name in ("real", "simulated", "difference", "agreed within"):
         table.add_column(name, justify="right")
@@ -243,28 +268,23 @@ def print_rows(rows: Sequence[Row], num_requests: int) -> None:
 def main() -> None:
     """Run the comparison, and exit with 1 if a figure does not agree."""
     options = _parser().parse_args()
-    of = Replay(
-        options.trace,
-        options.duration,
-        options.speed,
-        options.scale_lengths,
-        options.context_len,
-        options.ttft_slo,
-        options.tbt_slo,
-        options.seed,
-    )
-    options.out.mkdir(parents=True, exist_ok=True)
-    profile = options.out / "profile.json"
+    folder: Path = options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = folder / "profile.json"
     if not profile.exists():
         measure_profile(profile)
-    measure(of, profile, options.out)
-    real = outcomes(options.out / REPLAY)
-    loops = {name: outcomes(options.out / name) for name in LOOPS}
-    machine = calibrated(load_profile(profile).costs, loops)
+    of_loops = {name: loop.flags() for name, loop in LOOPS.items()}
+    run_loads(of_loops, PATIENT_S, TBT_SLO_S, profile, folder)
+    machine = calibrated(load_profile(profile).costs, {name: outcomes(folder / name) for name in LOOPS})
     print(machine)
-    rows = compare(real, simulate(of, machine))
-    print_rows(rows, len(real))
-    sys.exit(0 if all(row.agrees for row in rows) else 1)
+    all_agree = True
+    for name, replay in replays(options.trace, folder, options.duration, options.seed).items():
+        run_loads({name: replay.bench_flags()}, TTFT_SLO_S, TBT_SLO_S, profile, folder)
+        real = outcomes(folder / name)
+        rows = compare(real, simulate(replay, machine))
+        print_rows(name, rows, len(real))
+        all_agree &= all(row.agrees for row in rows)
+    sys.exit(0 if all_agree else 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -273,13 +293,8 @@ def _parser() -> argparse.ArgumentParser:
         description="The simulator beside the real server.",
     )
     parser.add_argument("trace", type=Path, help="Mooncake's conversation_trace.jsonl, or .gz")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="profile and replay")
-    parser.add_argument("--duration", type=float, default=600.0, help="seconds that are replayed")
-    parser.add_argument("--speed", type=float, default=0.25, help="of the trace's clock")
-    parser.add_argument("--scale-lengths", type=float, default=0.1, help="of prompts and answers")
-    parser.add_argument("--context-len", type=int, default=8000, help="longer requests are left out")
-    parser.add_argument("--ttft-slo", type=float, default=4.0, metavar="SECONDS")
-    parser.add_argument("--tbt-slo", type=float, default=0.15, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="profile and outcomes")
+    parser.add_argument("--duration", type=float, default=300.0, help="seconds of each load")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -3,14 +3,15 @@
     one by one, short and long prompts   what a first token takes besides computing, how much longer prefills
                                          and iterations take than in the profile, how iterations vary
     several at a time, three lengths     how much longer both take while the other instance computes as well,
-                                         and iterations in which a request joins
+                                         iterations in which a request joins, and what a prompt takes of its
+                                         instance besides passes
 
 These loops were chosen after the outcomes of two replays were known.
 
 Owns: the loops, and what follows from their outcomes. Does not know: how they are sent, simulations.
 """
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -72,15 +73,17 @@ class Corrected(Profiled):
 class Calibration:
     """The measured costs of one machine.
 
-    `slowdowns` are the factors of prefill and of decode, while the other one computes too; `join_costs` are
-    the costs of requests that join a batch. `longest_mean`: the mean of the longest tenth of a request's
-    gaps, divided by the mean of all.
+    `first_token_s` is what a first token takes besides its prefill instance, and `prompt_s` what each prompt
+    takes of that instance besides passes. `slowdowns` are the factors of prefill and of decode, while the
+    other one computes too; `join_costs` are the costs of requests that join a batch. `longest_mean`: the mean
+    of the longest tenth of a request's gaps, divided by the mean of all.
     """
 
     profiled: tuple[Costs, Costs]
     prefill_factor: float
     decode_factor: float
     first_token_s: float
+    prompt_s: float
     slowdowns: tuple[float, float]
     join_costs: JoinCosts
     longest_mean: float
@@ -97,29 +100,29 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
         name: [outcome for outcome in outcomes[name] if outcome.kind is Kind.FINISHED] for name in LOOPS
     }
     short, long = finished[SHORT], finished[LONG]
-    # TTFT = first_token_s + prefill_factor * what the profile says, at two lengths.
+    # TTFT = latency_s + prefill_factor * what the profile says, at two lengths.
     short_s, long_s = (_prefill_s(prefill, LOOPS[name].num_input_tokens) for name in (SHORT, LONG))
     short_ttft_s, long_ttft_s = _mean_ttft_s(short), _mean_ttft_s(long)
     prefill_factor = (long_ttft_s - short_ttft_s) / (long_s - short_s)
-    first_token_s = max(0.0, short_ttft_s - prefill_factor * short_s)
+    latency_s = max(0.0, short_ttft_s - prefill_factor * short_s)
     iterations_s = [decode.seconds(1, _mean_context(LOOPS[name])) for name in (SHORT, LONG)]
     gaps_s = [_mean_gap_s(of) for of in (short, long)]
     decode_factor = fmean(
         gap_s / iteration_s for gap_s, iteration_s in zip(gaps_s, iterations_s, strict=True)
     )
     ratios = [o.tbt_s / _gap_s(o) for o in (*short, *long) if o.tbt_s is not None]
-    busy = [_Busy.of(LOOPS[name], finished[name], decode, decode_factor) for name in BUSY_LOOPS]
-    decode_slowdown, join_costs = _fitted(busy)
-    # Somebody is decoded for a part of the time in which prompts are computed.
-    middle = busy[BUSY_LOOPS.index(BUSY)]
-    alone_s = prefill_factor * _prefill_s(prefill, middle.num_input_tokens)
-    prefill_slowdown = 1 + (middle.each_s / alone_s - 1) / min(1.0, middle.num_decoding)
+    corrected = _times(prefill_factor, prefill), _times(decode_factor, decode)
+    busy = [_Busy.of(LOOPS[name], finished[name], *corrected) for name in BUSY_LOOPS]
+    decode_slowdown, join_costs = _fitted_gaps(busy)
+    prefill_slowdown, prompt_s = _fitted_prefills(busy)
+    prompt_s = min(prompt_s, latency_s)
     return Calibration(
         profiled,
         prefill_factor,
         decode_factor,
-        first_token_s,
-        (max(1.0, prefill_slowdown), decode_slowdown),
+        latency_s - prompt_s,
+        prompt_s,
+        (prefill_slowdown, decode_slowdown),
         join_costs,
         max(1.0, fmean(ratios)),
     )
@@ -135,37 +138,69 @@ class _Busy:
     iteration_s: float
     """Seconds of an undisturbed iteration with `num_decoding` requests."""
     each_s: float
+    prefill_s: float
+    """Seconds of the passes of an undisturbed prefill."""
 
     @classmethod
-    def of(cls, loop: Loop, outcomes: Sequence[Outcome], decode: Costs, decode_factor: float) -> Self:
+    def of(cls, loop: Loop, outcomes: Sequence[Outcome], prefill: Costs, decode: Costs) -> Self:
+        """Return the outcome of `loop`. The costs are those of an undisturbed instance."""
         firsts_s = sorted(o.scheduled_s + o.ttft_s for o in outcomes if o.ttft_s is not None)
         each_s = (firsts_s[-1] - firsts_s[0]) / (len(firsts_s) - 1)
         gap_s = _mean_gap_s(outcomes)
         num_decoding = gap_s * (loop.num_output_tokens - 1) / each_s
         size = max(1.0, num_decoding)
-        iteration_s = decode_factor * decode.seconds(size, size * _mean_context(loop))
-        return cls(loop.num_input_tokens, num_decoding, gap_s, iteration_s, each_s)
+        iteration_s = decode.seconds(size, size * _mean_context(loop))
+        prefill_s = _prefill_s(prefill, loop.num_input_tokens)
+        return cls(loop.num_input_tokens, num_decoding, gap_s, iteration_s, each_s, prefill_s)
 
 
-def _fitted(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
-    """Fit gap = slowdown * iteration + joins in a gap * (constant + token * length of a prompt), by relative
-    errors.
+def _fitted_gaps(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
+    """Fit gap = slowdown * iteration + joins in a gap * (constant + token * length of a prompt).
 
-    A slowdown is at least 1 and a cost at least 0: of the fits without some of the terms, the best one within
-    these bounds is taken.
+    Returns the slowdown, at least 1, and the costs of a request that joins.
     """
-    rows = np.array(
-        [[b.iteration_s, b.gap_s / b.each_s, b.gap_s / b.each_s * b.num_input_tokens] for b in busy]
+    joins = [b.gap_s / b.each_s for b in busy]
+    rows = [
+        (b.iteration_s, num_joins, num_joins * b.num_input_tokens)
+        for b, num_joins in zip(busy, joins, strict=True)
+    ]
+    added, constant_s, token_s = _non_negative(
+        rows, [b.gap_s - b.iteration_s for b in busy], [b.gap_s for b in busy]
     )
-    gaps_s = np.array([b.gap_s for b in busy])
-    best, least = np.array([1.0, 0.0, 0.0]), math.inf
-    for terms in ([0, 1, 2], [0, 1], [0, 2], [0]):
-        found = np.zeros(3)
-        found[terms] = np.linalg.lstsq(rows[:, terms] / gaps_s[:, None], np.ones(len(busy)), rcond=None)[0]
-        error = float(np.square(rows @ found / gaps_s - 1).sum())
-        if found[0] >= 1 and min(found) >= 0 and error < least - 1e-12:
+    return 1 + added, JoinCosts(constant_s, token_s)
+
+
+def _fitted_prefills(busy: Sequence[_Busy]) -> tuple[float, float]:
+    """Fit seconds for each prompt = prefill * slowdown while somebody is decoded + constant.
+
+    Returns the slowdown, at least 1, and the constant.
+    """
+    rows = [(b.prefill_s * min(1.0, b.num_decoding), 1.0) for b in busy]
+    added, constant_s = _non_negative(rows, [b.each_s - b.prefill_s for b in busy], [b.each_s for b in busy])
+    return 1 + added, constant_s
+
+
+def _non_negative(
+    rows: Sequence[tuple[float, ...]], targets: Sequence[float], scales: Sequence[float]
+) -> list[float]:
+    """Return the factors, none negative, whose sums over `rows` are nearest to `targets`.
+
+    Errors count relative to `scales`. Of the fits with the first factor and any of the others, the best one
+    without a negative factor is taken.
+    """
+    features = np.array(rows) / np.array(scales)[:, None]
+    values = np.array(targets) / np.array(scales)
+    num_factors = features.shape[1]
+    best, least = np.zeros(num_factors), float(np.square(values).sum())
+    for are_used in itertools.product((True,), *[(True, False)] * (num_factors - 1)):
+        used = np.flatnonzero(are_used)
+        found = np.zeros(num_factors)
+        found[used] = np.linalg.lstsq(features[:, used], values, rcond=None)[0]
+        error = float(np.square(features @ found - values).sum())
+        if found.min() >= 0 and error < least - 1e-12:
             best, least = found, error
-    return float(best[0]), JoinCosts(float(best[1]), float(best[2]))
+    factors: list[float] = best.tolist()
+    return factors
 
 
 def _prefill_s(costs: Costs, num_tokens: int) -> float:

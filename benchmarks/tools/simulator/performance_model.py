@@ -55,6 +55,7 @@ def pairs(machine: Calibration, loop: Loop) -> Pairs:
     of_prefill, of_decode = machine.slowdowns
     prefill, decode = machine.profiled
     prefill = Costs(*(machine.prefill_factor * of_prefill * cost for cost in prefill))
+    prefill = prefill._replace(constant_s=prefill.constant_s + machine.prompt_s)
     decode = Costs(*(machine.decode_factor * of_decode * cost for cost in decode))
     join_s = machine.join_costs.seconds(loop.num_input_tokens) / (loop.num_output_tokens - 1)
     capacity = DecodeCapacity(decode._replace(first_s=decode.first_s + join_s), MAX_BATCH, _NO_LIMIT)

@@ -40,7 +40,8 @@ def looped(name: str, ttft_s: float, gap_s: float, each_s: float) -> list[Outcom
 
 def test_calibration_finds_what_the_profile_does_not_know() -> None:
     """A server that is a tenth slower, takes 50 ms more for a first token, and longer when busy; each request
-    that joins takes 4 ms and 10 us a token."""
+    that joins takes 4 ms and 10 us a token, and each prompt takes its instance 20 ms of the 50."""
+    decode = DECODE._replace(constant_s=0.08)
 
     def ttft_s(name: str) -> float:
         num_tokens = LOOPS[name].num_input_tokens
@@ -48,15 +49,15 @@ def test_calibration_finds_what_the_profile_does_not_know() -> None:
         once_s = PREFILL.seconds(*prefill_quantities(num_tokens, 0)) + (num_passes - 1) * PREFILL.constant_s
         return 0.05 + 1.1 * once_s
 
-    gap_s = 1.2 * DECODE.constant_s
+    gap_s = 1.2 * decode.constant_s
 
     def busy(name: str) -> list[Outcome]:
-        each_s = 1.4 * (ttft_s(name) - 0.05)  # somebody is always decoded meanwhile
+        each_s = 0.02 + 1.4 * (ttft_s(name) - 0.05)  # somebody is always decoded meanwhile
         join_s = 0.004 + 1e-5 * LOOPS[name].num_input_tokens
         return looped(name, 2.0, 1.25 * gap_s / (1 - join_s / each_s), each_s)
 
     found = calibrated(
-        (PREFILL, DECODE),
+        (PREFILL, decode),
         {
             SHORT: looped(SHORT, ttft_s(SHORT), gap_s, 1.0),
             LONG: looped(LONG, ttft_s(LONG), gap_s, 3.0),
@@ -65,12 +66,12 @@ def test_calibration_finds_what_the_profile_does_not_know() -> None:
     )
     assert found.prefill_factor == pytest.approx(1.1)
     assert found.decode_factor == pytest.approx(1.2)
-    assert found.first_token_s == pytest.approx(0.05)
+    assert (found.first_token_s, found.prompt_s) == pytest.approx((0.03, 0.02))
     assert found.slowdowns == pytest.approx((1.4, 1.25))
     assert found.join_costs == pytest.approx((0.004, 1e-5))
     assert found.longest_mean == pytest.approx(1.3)
-    assert found.costs.profiled == (PREFILL, DECODE)
-    assert found.costs.kv_token_s == 1.2 * DECODE.second_s
+    assert found.costs.profiled == (PREFILL, decode)
+    assert found.costs.kv_token_s == 1.2 * decode.second_s
 
 
 def test_instances_slow_each_other_only_while_both_compute() -> None:
@@ -94,8 +95,12 @@ def test_jitter_keeps_the_mean_and_makes_the_longest_tenth_longer() -> None:
     assert tbt_s(IterationJitter(1.0).applied([(1000, 0.02)])) == pytest.approx(0.02)
 
 
-def simulated(slowdowns: tuple[float, float] | None = None, join_costs: JoinCosts = NO_JOIN_COSTS) -> Results:
-    shape = replace(SMALL.shape(), slowdowns=slowdowns, join_costs=join_costs)
+def simulated(
+    slowdowns: tuple[float, float] | None = None,
+    join_costs: JoinCosts = NO_JOIN_COSTS,
+    prompt_s: float = 0.0,
+) -> Results:
+    shape = replace(SMALL.shape(), slowdowns=slowdowns, join_costs=join_costs, prompt_s=prompt_s)
     cluster = DisaggregatedCluster(shape, 1, 1, Limits(max_running_requests=1000), PolicySettings())
     return cluster.run(conversations(60, rate_per_s=3.0, seed=2))
 
@@ -115,6 +120,14 @@ def test_a_request_that_joins_delays_the_iteration_in_which_it_joins() -> None:
     assert longest_s > 0.4
     free = simulated(join_costs=JoinCosts(constant_s=1e-9))
     assert free["tbt_s"] == pytest.approx(alone["tbt_s"], rel=1e-3, nan_ok=True)
+
+
+def test_a_prompt_takes_its_prefill_instance_longer_than_its_passes() -> None:
+    """Other prompts wait for these seconds, too."""
+    alone, longer = simulated(), simulated(prompt_s=0.2)
+    added_s = longer["ttft_s"] - alone["ttft_s"]
+    assert np.nanmin(added_s) == pytest.approx(0.2, abs=0.01)
+    assert np.nanmax(added_s) > 0.3
 
 
 def test_figures_agree_within_their_limit() -> None:

@@ -177,6 +177,7 @@ class DisaggregatedCluster:
             self._live.__getitem__,
             lambda name: self._instances[self._nodes[name].identity].decode,
             is_windowed=shape.prefill_layer_window,
+            prompt_s=shape.prompt_s,
         )
         decode = DecodeInstance(
             node,

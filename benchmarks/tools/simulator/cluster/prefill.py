@@ -75,10 +75,14 @@ class PrefillInstance:
         destinations: Callable[[str], Destination],
         *,
         is_windowed: bool = False,
+        prompt_s: float = 0.0,
     ) -> None:
-        """Prepare the instance. `is_windowed`: the device has memory for a window of layers, so that each
-        pass of a prompt loads the blocks before it."""
-        self.node = node
+        """Prepare the instance.
+
+        `is_windowed`: the device has memory for a window of layers, so that each pass of a prompt loads the
+        blocks before it. `prompt_s`: seconds that each prompt takes besides its passes.
+        """
+        self.node, self._prompt_s = node, prompt_s
         self._is_windowed = is_windowed
         self._queue = queue
         self._find_request, self._destinations = find_request, destinations
@@ -212,15 +216,17 @@ class PrefillInstance:
         node = self.node
         shares = [PromptShare(chunk.num_tokens, chunk.prompt.num_done) for chunk in self._pass]
         num_copied_tokens = sum(chunk.num_tokens for chunk in self._pass)
+        begun_s = 0.0
         for chunk in self._pass:
             job = self._job_of[chunk.prompt]
             if self._is_windowed or not job.has_begun:
                 num_copied_tokens += chunk.prompt.num_done
             if not job.has_begun:
                 job.has_begun = True
+                begun_s += self._prompt_s
                 self._begin_stream(job)
         node.computes(True)
-        compute_s = node.factor * node.costs.iteration_s(shares, 0)
+        compute_s = begun_s + node.factor * node.costs.iteration_s(shares, 0)
         copy_s = num_copied_tokens * node.kv_bytes_per_token / node.pcie_bytes_per_s
         self._pass_began_s, self._pass_layer_s = node.clock.now_s, compute_s / node.layout.num_layers
         node.clock.after(overlapped_s(compute_s, copy_s, node.layout.num_layers), self._compute_ended)

@@ -54,6 +54,8 @@ class InstanceShape:
     """Whether the devices of prefill instances have memory for only some layers at a time."""
     first_token_s: float = 0.0
     """Seconds of everything on the way to the first token but queues and computing: front, dispatch."""
+    prompt_s: float = 0.0
+    """Seconds that each prompt takes of a prefill instance besides its passes."""
     slowdowns: tuple[float, float] | None = None
     """Slowdowns of prefill and decode while others compute, if all instances share one machine."""
     join_costs: JoinCosts = NO_JOIN_COSTS
