@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def checked_layers(layers: range | None, layout: KVLayout) -> range:
-    """Return the layers to read, by default all.
+    """Return the layers to read: `layers`, or all layers if `layers` is None.
 
     Raises PoolError unless they are consecutive layers of the layout.
     """
@@ -30,7 +30,8 @@ def bytes_of(
 ) -> memoryview:
     """Return the bytes of a buffer for `num_layers` layers of a block.
 
-    Raises PoolError for a buffer of another size, in several pieces, or read-only where `writable`.
+    Raises PoolError if the buffer has another size or is not contiguous, or if it is read-only but `writable`
+    is set.
     """
     try:
         view = memoryview(buffer).cast("B")

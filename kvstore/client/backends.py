@@ -1,8 +1,8 @@
 """The pools of a client, and failover between them.
 
-While a thread uses a pool, it has a connection for itself. A lost pool is tried again by a separate thread,
-about once a second and only while there are calls. A call that another pool can answer waits only a moment
-for such an attempt.
+A thread has a connection for itself while it uses a pool. A separate thread reconnects to a lost pool: about
+once a second, and only while there are calls. A call waits only a moment for this thread if another pool can
+answer the call.
 
 Owns: open connections and their serials; failover to another pool that can answer. Does not know: the calls.
 """
@@ -47,9 +47,9 @@ class Unreachable(Exception):
 class Backend:
     """One pool, and a client's connections to it.
 
-    `fingerprint` and `layout`: those that the pool must have; None while unknown. `key`: the cluster key;
-    not needed for a pool on this host. `formats_anew`: whether the pool is formatted with this fingerprint
-    and layout when it comes back empty.
+    `fingerprint` and `layout`: the values that the pool must have; None while unknown. `key`: the cluster
+    key; not needed for a pool on this host. `formats_anew`: whether the pool is formatted with this
+    fingerprint and layout when it comes back empty.
     """
 
     def __init__(
@@ -76,17 +76,18 @@ class Backend:
         self._lock = threading.Lock()
         """Lock of the serials and of `_attempt`."""
         self._free_serials: list[int] = []
-        """Serials of closed connections. The last ones are of lost connections that may have had pages
-        reserved."""
+        """Serials of closed connections, to be used again. Lost connections that may have had pages reserved
+        are last."""
         self._num_unsettled = 0
-        """Number of serials whose connections may have had pages reserved."""
+        """Number of serials in `_free_serials` whose connections may have had pages reserved."""
         self._mapping: Mapping | None = None
         self._is_closed = False
 
     def connect(self, *, may_format: bool) -> None:
-        """Make the first connection, and learn the pool's fingerprint and layout, or have the pool formatted.
+        """Make the first connection, and take over the pool's fingerprint and layout.
 
-        Raises Unreachable, and the error with which the pool refuses.
+        With `may_format`, a pool without a format is formatted. Raises Unreachable if the pool does not
+        answer, or the error with which the pool refuses this client.
         """
         try:
             connection = self._open(self._timeout_s, may_format=may_format)
@@ -99,8 +100,9 @@ class Backend:
     def run(self, use: Callable[[PoolConnection], Answer], *, patiently: bool = True) -> Answer:
         """Call `use` with a connection that no other thread uses meanwhile, and return its result.
 
-        `use` may be called twice, as a connection may belong to a messenger that has ended. `patiently`: wait
-        for a lost pool. Raises Unreachable.
+        If an idle connection belongs to a messenger that has ended, `use` is called again with a new
+        connection. `patiently`: whether a call waits until an attempt to reconnect to a lost pool has ended.
+        Raises Unreachable.
         """
         while True:
             try:
@@ -126,7 +128,7 @@ class Backend:
                 return answer
 
     def close(self) -> None:
-        """Close idle connections. Those in use are closed when they are returned."""
+        """Close idle connections. Connections in use are closed when they are returned."""
         self._is_closed = True
         self._discard_idle()
 
@@ -158,7 +160,7 @@ class Backend:
                 return  # another thread was faster
 
     def _open(self, timeout_s: float, *, may_format: bool) -> PoolConnection:
-        """Return a new connection, with the serial of a lost connection if there is such a serial."""
+        """Return a new connection. It uses the serial of a closed connection again if there is one."""
         with self._lock:
             serial = self._free_serials.pop() if self._free_serials else next(_serials)
             was_unsettled = self._num_unsettled > 0
@@ -195,7 +197,10 @@ class Backend:
             raise Unreachable(self.url, error) from error
 
     def _try_again(self, patiently: bool) -> threading.Thread | None:
-        """Start an attempt to reconnect if one is due. Returns the thread to wait for; None without one."""
+        """Start an attempt to reconnect if one is due.
+
+        Returns the thread of the attempt if the caller shall wait for it, else None.
+        """
         with self._lock:
             if self._attempt is not None:
                 return self._attempt if patiently else None
@@ -206,8 +211,10 @@ class Backend:
             return self._attempt
 
     def _reconnect(self) -> None:
-        """Reconnect with the serial of each connection that was lost: until then the pool keeps aside the
-        pages that were reserved for that connection."""
+        """Reconnect to the pool, once for the serial of each lost connection.
+
+        The pool keeps aside the pages of a lost connection until a connection with the same serial is made.
+        """
         try:
             while True:
                 timeout_s = min(self._timeout_s, _RECONNECT_TIMEOUT_S)
@@ -254,9 +261,10 @@ class Backends:
     def in_turn(
         self, wanted: Sequence[int], use: Callable[[PoolConnection, Sequence[int]], Sequence[int]]
     ) -> None:
-        """Call `use` with one pool after the other until nothing is wanted.
+        """Ask one pool after the other until all `wanted` blocks are found.
 
-        `use` returns the part of `wanted` that the pool lacks.
+        `use` is called with the positions that are still wanted. It returns the positions that its pool
+        lacks.
         """
 
         def ask(connection: PoolConnection) -> None:
@@ -296,9 +304,9 @@ def connect_all(
 ) -> tuple[Backends, str, KVLayout]:
     """Connect to the pools at `urls`, some of which may be lost.
 
-    Returns the pools, and their common fingerprint and layout. With `fingerprint` and `layout`, new pools are
-    formatted; with `formats_anew` also pools that come back empty later. Raises PoolError if all pools are
-    lost, or the error with which a pool refuses.
+    Returns the pools, and their common fingerprint and layout. If `fingerprint` and `layout` are given, new
+    pools are formatted for them. With `formats_anew`, pools that come back empty later are formatted again.
+    Raises PoolError if all pools are lost, or the error with which a pool refuses.
     """
     backends, lost = [], []
     may_format = fingerprint is not None and layout is not None
@@ -326,8 +334,10 @@ def connect_all(
 
 
 def no_answer(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
-    """Return the error of a call that no pool answers: ConfigError or MismatchError if a pool refuses for
-    good, else PoolError."""
+    """Return the error of a call that no pool answers.
+
+    The error is a ConfigError or a MismatchError if a pool refuses for good, else a PoolError.
+    """
     for error in lost:
         if isinstance(error.reason, ConfigError):
             return ConfigError(str(error))

@@ -210,8 +210,8 @@ def _verify(options: argparse.Namespace, pools: _Pools) -> int:
 def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[int, list[BlockKey], int]:
     """Verify all blocks of a pool.
 
-    Returns the number of intact blocks, the keys of which a copy was damaged, and the number of blocks
-    that have gone meanwhile or have a copy that cannot be read now.
+    Returns the number of intact blocks, the keys of damaged blocks, and the number of blocks in neither
+    group: a block is in neither if it was removed meanwhile, or if one of its copies cannot be read now.
     """
     num_intact, damaged = 0, []
     num_blocks, num_read = sum(tier.num_blocks for tier in stats.tiers.values()), 0

@@ -1,7 +1,7 @@
 """The KVCache pool as a library: any program stores, finds and reads blocks. See docs/kvcache-pool.md.
 
-Plain blocking calls, no event loop; any number of threads may use one `KVCachePool`. Blocks of a pool on
-the same host are copied from and to shared memory; only keys and page numbers pass through its socket.
+Calls block, and need no event loop. Any number of threads may use one `KVCachePool`. Blocks of a pool on the
+same host are copied from and to shared memory; only keys and page numbers pass through its socket.
 
 Owns: which pool gets which call. Does not know: connections, pages.
 """
@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 PUT_TIMEOUT_S = 30.0
 """Seconds for which a put waits for pages by default."""
 _BATCH_BYTES = 64 << 20
-"""The most bytes of blocks in one call: the limit bounds the call's duration, and leaves pages for other
-clients."""
+"""The most bytes of blocks in one call.
+
+The limit keeps calls short, and leaves pages for other clients.
+"""
 _LISTED_AT_ONCE = 1000
 """The most blocks in one answer to `ListBlocks`."""
 Answer = TypeVar("Answer")
@@ -51,8 +53,8 @@ Answer = TypeVar("Answer")
 class Verification(NamedTuple):
     """The result of `verify`.
 
-    `num_intact`: intact blocks. `damaged`: keys of blocks of which a copy was dropped. Blocks that have gone,
-    or that have a copy which cannot be read now, are in neither field.
+    `num_intact`: the number of intact blocks. `damaged`: the keys of blocks with a damaged copy, which was
+    dropped. A block that was removed meanwhile, or has a copy that cannot be read now, is in neither field.
     """
 
     num_intact: int
@@ -60,18 +62,18 @@ class Verification(NamedTuple):
 
 
 class KVCachePool:
-    """One or more parts of the KVCache pool, each an instance's. Made by `connect`; a context manager.
+    """A client of one or more pools, each the pool of one instance. `connect` makes a client.
 
     A key has 16 bytes, a block the layout's `block_bytes`. Puts go to the first pool. Reads go to the first
     pool; blocks that it lacks are read from the other pools. A pool that does not answer counts as empty, and
     is tried again about a second later. If no pool answers, the call raises an error: MismatchError if a pool
     has come back with other blocks, ConfigError if a pool has come back with another cluster key, else
-    PoolError.
+    PoolError. A client is a context manager.
     """
 
     def __init__(self, backends: Backends, fingerprint: str, layout: KVLayout) -> None:
         self.fingerprint = fingerprint
-        """Fingerprint of the model whose blocks these are."""
+        """Fingerprint of the model to which the blocks belong."""
         self.layout = layout
         self._backends = backends
         self._pid = os.getpid()
@@ -87,17 +89,19 @@ class KVCachePool:
         key_file: Path | str | None = None,
         formats_anew: bool = False,
     ) -> "KVCachePool":
-        """Connect to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
-        another.
+        """Connect to the pools at `addresses`.
 
-        `fingerprint` and `layout` describe the caller's blocks; by default they are those of the pools. With
-        both given, a pool that is new and answers now is formatted for them. A pool that comes back empty is
-        left so, as it may be meant for another model; with `formats_anew` it is formatted again for the same
-        blocks.
+        An address is `unix:/path/worker-0.sock` for a pool on this host, `tcp://host:port` for a pool on
+        another host.
+
+        `fingerprint` and `layout` describe the caller's blocks; by default they are those of the pools. If
+        both are given, a new pool that answers now is formatted for them. A pool that comes back empty later
+        may be meant for another model, and is not formatted again. With `formats_anew` it is formatted again
+        for the same blocks.
 
         A pool that answers nothing for `timeout_s`, now or later, counts as gone. `key_file` holds the
-        cluster's key, which both sides of a `tcp://` address prove that they know; the file is read once. A
-        `unix:` address needs none: the socket is private to its user.
+        cluster's key: both sides of a `tcp://` address prove that they know this key. The file is read once.
+        A `unix:` address needs no key, as its socket is private to its user.
 
         Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if no pool answers;
         ConfigError for an invalid address, and for a key that is missing, unreadable or not the pool's.
@@ -125,11 +129,11 @@ class KVCachePool:
         blocks: "Sequence[ReadableBuffer]",
         timeout_s: float = PUT_TIMEOUT_S,
     ) -> None:
-        """Store `blocks` under `keys`. When this returns, all of them have been sealed.
+        """Store `blocks` under `keys`. When the call returns, all these blocks are sealed.
 
-        A block that is there already is not written again. The call goes to the first pool that answers, and
-        waits up to `timeout_s` seconds for room in it. Raises PoolFullError if there is still no room; some
-        of the blocks may have been stored then.
+        A block that the pool already has is not written again. The call goes to the first pool that answers,
+        and waits up to `timeout_s` seconds for room in it. Raises PoolFullError if there is still no room;
+        some of the blocks may have been stored then.
         """
         views = [bytes_of(block, self.layout, self.layout.num_layers) for block in blocks]
         self._check(keys, len(views))
@@ -149,8 +153,8 @@ class KVCachePool:
 
         `copy(layers, positions, addresses)` copies `layers` of the blocks at `positions` in `keys`, each to
         its address, and returns their xxh3-64, `[block][layer]`. `copy` may wait for the layers. An error
-        that it raises ends the call, and none of these blocks is stored. If a pool is lost, `copy` may be
-        called again from the first layer on. Keys must be distinct. All else is as with `put`.
+        that `copy` raises ends the call, and none of these blocks is stored. If a pool is lost, `copy` may be
+        called again from the first layer on. Keys must be distinct. In all else the call is like `put`.
         """
         self._check(keys)
         self._backends.first(lambda connection: connection.put_layers(keys, copy, timeout_s))
@@ -161,7 +165,7 @@ class KVCachePool:
         """Copy the blocks, or only consecutive `layers` of each, into the caller's buffers.
 
         Returns for each block: True if it was read and verified; False if it is missing, or was damaged and
-        has been dropped. Then its buffer may have been written to.
+        has been dropped. The buffer of a block that was not read may have changed.
         """
         layers = checked_layers(layers, self.layout)
         views = [bytes_of(buffer, self.layout, len(layers), writable=True) for buffer in out]
@@ -201,8 +205,7 @@ class KVCachePool:
         return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
-        """Lease blocks of pools on this host, to be read in place without a copy. Each lease lasts `ttl_s`
-        seconds (see `Lease`)."""
+        """Lease blocks of pools on this host for `ttl_s` seconds, to read them in place without a copy."""
         self._check(keys)
         local = Backends([backend for backend in self._backends.all if backend.url.tcp is None])
         if not local.all:
@@ -223,18 +226,18 @@ class KVCachePool:
         return lease
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to promote blocks from SSD to DRAM, for reads to come."""
+        """Begin to promote blocks from SSD to DRAM, for later reads."""
         self._check(keys)
         self._of_each(keys, lambda connection, some_keys: connection.notify(Prefetch(some_keys)))
 
     # -- what becomes of blocks -------------------------------------------------------------------
 
     def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
-        """Pin these blocks in DRAM for `ttl_s` seconds. A soft pin holds as long as other blocks can be
-        evicted. A `hard` pin always holds.
+        """Pin these blocks in DRAM for `ttl_s` seconds. Returns the number of pinned copies.
 
-        Pins outlive this client. A soft pin does not replace a hard one. Returns the number of pinned copies.
-        Raises PoolError when hard pins would take more than half of a pool.
+        A soft pin holds as long as other blocks can be evicted. A `hard` pin always holds. Pins outlive this
+        client. A soft pin does not replace a hard one. Raises PoolError if hard pins would take more than
+        half of a pool.
         """
         self._check(keys)
 
@@ -289,8 +292,8 @@ class KVCachePool:
     def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
         """Return the statistics of every pool that answers, by instance name.
 
-        `check_integrity`: check every page now; meanwhile the pool answers nobody. By default `integrity` and
-        `num_orphaned` are results of the latest check, which a pool makes when it is idle.
+        `check_integrity`: check every page now; the pool answers no other call meanwhile. By default
+        `integrity` and `num_orphaned` are results of the latest check, which a pool makes when it is idle.
         """
         self._check([])
 
@@ -301,9 +304,9 @@ class KVCachePool:
         return dict(self._backends.each(ask))
 
     def list_blocks(self) -> Iterator[tuple[str, BlockInfo]]:
-        """Yield every copy of every block, with its instance's name.
+        """Yield every copy of every block, with the name of its instance.
 
-        Copies that come and go meanwhile may be missed, or named twice.
+        Copies that are stored or removed meanwhile may be missed, or named twice.
         """
         self._check([])
         lost: list[Unreachable] = []
@@ -351,8 +354,11 @@ class KVCachePool:
         *,
         moves_blocks: bool = False,
     ) -> list[Answer]:
-        """Return the results of `use` with every pool that answers, for slices of as many keys as one call
-        may name."""
+        """Call `use` with every pool that answers, for one slice of `keys` after the other. Returns all
+        results.
+
+        A slice has no more keys than one call may name.
+        """
         answers: list[Answer] = []
         for part in self._batches(len(keys), self.layout.num_layers if moves_blocks else 0):
             some_keys = list(keys[part])
@@ -368,8 +374,11 @@ class KVCachePool:
         return (slice(start, start + stride) for start in range(0, num_keys, stride))
 
     def _check(self, keys: Sequence[BlockKey], num_blocks: int | None = None) -> None:
-        """Check the arguments of a call. Raises PoolError for an invalid key, or unless there is one key for
-        each block."""
+        """Check the arguments of a call.
+
+        Raises PoolError if this client is closed or was inherited by a fork, if a key is invalid, or if the
+        numbers of keys and blocks differ.
+        """
         if self._is_closed:
             raise PoolError("this KVCachePool is closed; connect again")
         if os.getpid() != self._pid:

@@ -14,7 +14,7 @@ UNIX = "unix:"
 
 
 class Cluster(NamedTuple):
-    """A cluster: the runs on this host that have the same Conductor, by their run directories."""
+    """The runs of `mooncake-serve` on this host that have the same Conductor, by run directory."""
 
     runs: dict[Path, Run]
 
@@ -47,7 +47,7 @@ def clusters() -> list[Cluster]:
 def pools_of(name: str | None) -> list[str]:
     """Return the addresses of the pools of the cluster with this name; with None, of the only cluster.
 
-    Raises PoolError if no cluster runs here, ConfigError if none has this name or several may be meant.
+    Raises PoolError if no cluster runs here, ConfigError if no cluster or several clusters match.
     """
     found = clusters()
     if not found:

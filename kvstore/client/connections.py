@@ -1,7 +1,7 @@
 """A client's connection to a pool: one session, used by one thread at a time.
 
-This module has what both kinds of connection have in common: `mapped` (Unix socket and shared memory) and
-`streamed` (TCP).
+Here is the common base of both kinds of connection: `mapped` (Unix socket and shared memory) and `streamed`
+(TCP).
 
 Owns: calls and their answers. Does not know: threads, other pools.
 """
@@ -106,8 +106,8 @@ class PoolConnection(ABC):
     """A client's session with a pool. `call`, and the methods that use it, are for one thread at a time.
 
     Methods raise ConnectionError if the pool is gone, and TimeoutError if it is silent for too long. Only
-    `close` is allowed after these errors. Errors of `mooncake.errors` are answers of the pool, and the
-    connection stays usable.
+    `close` is allowed after these errors. Errors of `mooncake.errors` are answers of the pool. The connection
+    stays usable after them, except if the pool has ended the session: then `is_open` is False.
     """
 
     address: MessengerAddress
@@ -126,7 +126,8 @@ class PoolConnection(ABC):
         """Timeouts that are set in the kernel, by socket option."""
         self._call_ids = itertools.count(1)
         self._await_space: AwaitSpace | None = None
-        """A call to wait for space that has no answer yet. Its caller may have stopped waiting."""
+        """The `AwaitSpace` call that has no answer yet; None without one. Its caller may have stopped
+        waiting."""
         self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
         self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
         _connections.add(self)
@@ -137,10 +138,10 @@ class PoolConnection(ABC):
         return next(self._call_ids)
 
     def call(self, call: RemoteCall, expected: type[Expected], timeout_s: float | None = None) -> Expected:
-        """Return the answer to `call`, which must be of type `expected`. Raises the error that the pool
-        answers.
+        """Return the answer to `call`, which must be of type `expected`.
 
-        Raises TimeoutError after `timeout_s` seconds (by default the connection's own) without any answer.
+        Raises the error with which the pool answers, or TimeoutError after `timeout_s` seconds without any
+        answer. The default for `timeout_s` is the connection's own timeout.
         """
         self.notify(call)
         return self._answer(call, expected, timeout_s)
@@ -193,9 +194,9 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        """Copy a part of the blocks, so few that their lease does not take too much of a small pool.
+        """Copy one of the slices into which `get` divides its blocks. Returns what `get` returns.
 
-        Returns what `get` returns.
+        A slice is so small that its lease leaves room in a small pool.
         """
 
     @abstractmethod
@@ -244,7 +245,7 @@ class PoolConnection(ABC):
         self._answer(self._await_space, Done, timeout_s)
 
     def parts(self, num_blocks: int) -> list[slice]:
-        """Return slices of a batch, none of which reserves too much of a small pool."""
+        """Return slices of a batch, each of at most a quarter of the pool's pages."""
         stride = max(1, min(self.num_pages // 4, max_keys(self.layout.num_layers)))
         return [slice(start, start + stride) for start in range(0, num_blocks, stride)]
 
@@ -259,8 +260,10 @@ class PoolConnection(ABC):
     # ---------------------------------------------------------------------------------------------
 
     def _set_timeout(self, option: int, timeout_s: float) -> None:
-        """Set the seconds that one send or receive may take, in the kernel, as Python's timeouts cost a poll
-        before every call."""
+        """Set the seconds that one send or receive may take.
+
+        The timeout is set in the kernel, as Python's own timeouts cost a poll before every call.
+        """
         if timeout_s != self._timeouts_s.get(option):
             seconds = int(timeout_s)
             timeval = _TIMEVAL.pack(seconds, max(_LEAST_TIMEOUT_US, int((timeout_s - seconds) * 1e6)))

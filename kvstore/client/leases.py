@@ -13,7 +13,7 @@ from mooncake.messages.blocks import BlockKey
 
 
 class Lease:
-    """A context manager during which `blocks` may be read.
+    """A lease on blocks, whose `blocks` may be read until the lease ends. A context manager.
 
     A lease ends with `end`, `ttl_s` seconds after it was taken, when the client is closed, or when its
     messenger ends. From then on the memory may be given to another block at any time. A reader that may have
@@ -30,8 +30,10 @@ class Lease:
         self._leases: list[tuple[MappedConnection, int]] = []
 
     def add(self, connection: MappedConnection, leased: Leased, positions: Sequence[int]) -> list[int]:
-        """Add the blocks at `positions` that are leased. Returns the positions of those that are not
-        leased."""
+        """Add the blocks at `positions` that are leased.
+
+        Returns the positions of blocks that are not leased.
+        """
         self._leases.append((connection, leased.lease_id))
         layers = range(connection.layout.num_layers)
         missing = []
@@ -44,7 +46,7 @@ class Lease:
         return missing
 
     def verify(self) -> list[bool]:
-        """Return for each block whether it is still in its page, with bytes that match the stored
+        """Return for each block whether its page still holds the block, with bytes that match the stored
         checksums."""
         is_intact = [False] * len(self.blocks)
         for position, (connection, page, generation) in self._pages.items():

@@ -1,8 +1,8 @@
 """A pool on this host: calls over a Unix socket, blocks in the pool's own memory, mapped by the client.
 
-A page is written only between its reservation and the answer to `Release`, by the thread that uses the
-connection. So pages of a closed connection are written no more, and a client that connects again under the
-same serial has stopped writing.
+Only the thread that uses the connection writes a page, and only while the page is reserved. So nobody writes
+pages of a closed connection. When a client connects again under the same serial, its earlier connection has
+stopped writing.
 
 Owns: connections over Unix sockets, the mapping. Does not know: which connection is used when.
 """
@@ -37,11 +37,12 @@ from mooncake.messages.blocks import BlockKey
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _COPY_LEASE_S = 30.0
-"""Seconds of the lease for one copy, more than a copy takes. A copy that takes longer fails its checksums."""
+"""Seconds of the lease for one copy, more than a copy takes."""
 _TRIES = 40
 """Attempts to receive an answer before the thread sleeps."""
 _POPULATED_BYTES = 64 * 1024
-"""Size from which on a page is mapped by one call, rather than by a fault every 4 KiB."""
+"""Page size in bytes from which on one call maps the page. Smaller pages are mapped by faults, 4 KiB at a
+time."""
 
 
 class Mapping:
@@ -57,7 +58,7 @@ class Mapping:
         self._populates = segment.page_stride >= _POPULATED_BYTES
 
     def view(self, page: int, layers: range) -> memoryview:
-        """Return the bytes of `layers` of `page`, a view."""
+        """Return a view of `layers` of `page`."""
         if self._populates and not self._is_populated[page]:
             self._populate(page)
         return self.segment.layers_view(page, layers)
@@ -65,8 +66,8 @@ class Mapping:
     def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
         """Return whether the bytes just read from `page` were this block, and intact.
 
-        A lease may have ended while this process was stopped, and the page may have another block now. As the
-        state in a page table is written in a fixed order, it is enough to check the state last.
+        If the process was stopped, its lease may have ended, and the page may have another block now. The
+        fields of a page table are written in a fixed order, so it is enough to check the state last.
         """
         table = self.table
         return (
@@ -88,15 +89,18 @@ class MappedConnection(PoolConnection):
         self.mapping: Mapping
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._fds: list[int] | None = None
-        """Received descriptors, while one is expected."""
+        """Descriptors received during the first call; None after it."""
         self._lock = threading.Lock()
-        """Lock of `end_lease` and `close`, as the number of a closed descriptor may be used again at once."""
+        """Lock that keeps `end_lease` from using a socket that `close` has closed.
+
+        The number of a closed descriptor may belong to another file at once.
+        """
 
     @classmethod
     def open(
         cls, url: PoolURL, connect: Connect, timeout_s: float, known: Mapping | None
     ) -> "MappedConnection":
-        """Connect to the pool at `url`, and map its segment, unless `known` maps it already.
+        """Connect to the pool at `url`, and map its segment, unless `known` maps this segment already.
 
         Raises OSError if nothing answers or no descriptor is left, or the error with which the pool refuses.
         """
@@ -181,11 +185,11 @@ class MappedConnection(PoolConnection):
     # -- blocks -----------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Leased:
-        """Lease these blocks: those that the pool has stay in their pages for `ttl_s` seconds."""
+        """Lease these blocks: the blocks that the pool has stay in their pages for `ttl_s` seconds."""
         return self.call(LeaseBlocks(self.next_id(), list(keys), ttl_s), Leased)
 
     def end_lease(self, lease_id: int) -> None:
-        """End a lease. May be called by any thread, at any time."""
+        """End a lease. Any thread may call this method, at any time."""
         with self._lock:
             if self.is_open:
                 self.notify(EndLease(lease_id))

@@ -1,7 +1,7 @@
-"""Copies of a block in several pools: made by the messengers, driven by a client.
+"""Copies of a block in several pools: messengers make the copies, as a client tells them.
 
-A copy is an ordinary transfer: the target reserves a page and opens it, the source finds the block and
-sends it there, and the target seals it when it has verified every layer.
+A copy is an ordinary transfer. The target reserves a page and opens it to the source. The source finds the
+block and sends its layers to this page. The target verifies every layer, and seals the block.
 
 Owns: where copies should be, and how each is made. Does not know: how messengers move bytes.
 """
@@ -22,7 +22,7 @@ from mooncake.messages.pools import Grant, MessengerAddress
 _COPY_TIMEOUT_S = 60.0
 """Seconds that one copy between messengers may take."""
 _ROOM_TIMEOUT_S = 10.0
-"""Seconds of the wait for a page, at either end of a copy."""
+"""Seconds for which a copy waits for a page, at its source and at its target each."""
 
 
 class Replicas(NamedTuple):

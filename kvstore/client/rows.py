@@ -17,11 +17,10 @@ _FOLDED = ("instance", "state", "file", "damaged")
 
 
 class Rows:
-    """The output of a command: a table on a terminal, tab-separated lines elsewhere, or one JSON object a
-    line.
+    """The output of a command: a table on a terminal, tab-separated lines elsewhere, or JSON objects.
 
-    A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` the values
-    of the last column stand below the table, each once.
+    In JSON, one line is one object. A table fits into 80 columns: names are folded, keys and numbers stay
+    whole. With `last_below` the values of the last column stand below the table, each once.
     """
 
     def __init__(self, columns: Sequence[str], *, as_json: bool, last_below: bool = False) -> None:

@@ -26,7 +26,7 @@ _CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
 _MAX_BUFFERS = 1024
 """The most buffers of one system call, IOV_MAX of Linux."""
 _LOOKUP_BYTES = 1 << 20
-"""Bytes of a put from which on the pool is first asked which blocks it has."""
+"""Size of a put in bytes from which on the client first asks which of the blocks the pool has already."""
 
 
 class StreamedConnection(PoolConnection):
@@ -36,7 +36,7 @@ class StreamedConnection(PoolConnection):
         super().__init__(sock, url, serial, timeout_s)
         self._frames = FrameBuffer()
         self._payload_bytes = 0
-        """Bytes behind the last message."""
+        """Number of payload bytes behind the last message."""
 
     @classmethod
     def open(cls, url: PoolURL, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":

@@ -1,6 +1,6 @@
 """A worker's calls to its messenger and their answers. Each task may have a call in flight.
 
-Owns: the connection, calls in flight, whether the messenger is there. Does not know: what calls mean.
+Owns: the connection, calls in flight, whether the messenger is there. Does not know: the meaning of calls.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Expected = TypeVar("Expected", bound=Answer)
 class WorkerCalls:
     """A worker's connection to its messenger.
 
-    All methods raise PoolError once the messenger is gone, or does not answer in time.
+    `send` and `ask` raise PoolError if the messenger is gone, or does not answer in time.
     """
 
     def __init__(self, sock: socket.socket, instance: str) -> None:
@@ -41,9 +41,9 @@ class WorkerCalls:
         self._gone_reason = f"messenger of {instance} gone"
         self._ids = itertools.count(1)
         self._in_flight: dict[int, asyncio.Future[Answer]] = {}
-        """Futures of answers, by call."""
+        """Futures of the answers to calls in flight, by call id."""
         self._on_layers: dict[int, Callable[[int, int], None]] = {}
-        """Callbacks of fetches, by call."""
+        """Callbacks of fetches in flight, by call id."""
         self._connection = PacketConnection(sock, _DECODER, self._take)
         self._connection.ended.add_done_callback(lambda _: self._end())
 
@@ -79,7 +79,7 @@ class WorkerCalls:
         return next(self._ids)
 
     async def send(self, message: Call | Notice) -> None:
-        """Send a message; return when it has left the process."""
+        """Send a message, and return when the message has left the process."""
         if self.closed.is_set():
             raise PoolError(self._gone_reason)
         self._connection.send(message)
@@ -94,10 +94,9 @@ class WorkerCalls:
     async def ask(
         self, call: Call, expected: type[Expected], on_layers: Callable[[int, int], None] | None = None
     ) -> Expected:
-        """Return the answer to `call`, which must be of type `expected`. Raises the error that the messenger
-        answers.
+        """Return the answer to `call`, which must be of type `expected`.
 
-        `on_layers` is called while a fetch proceeds.
+        Raises the error with which the messenger answers. `on_layers` is called while a fetch proceeds.
         """
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._in_flight[call.call_id] = answered

@@ -1,9 +1,9 @@
 """The worker's end of the connection to its messenger: an asyncio client of the pool, and the mapped segment.
 
-A lost messenger is not hidden: pending calls raise PoolError, `closed` is set, and the worker connects
-again with a new client. Before that the worker must have stopped writing to pages that it had reserved
-through the old client: the new messenger keeps these pages quarantined until the worker has attached again,
-and then frees them.
+When the messenger is lost, pending calls raise PoolError, `closed` is set, and the worker connects again with
+a new client. Before that the worker must have stopped writing to pages that it had reserved through the old
+client: the new messenger keeps these pages quarantined until the worker has attached again, and then frees
+them.
 
 Owns: a worker's calls, the mapped segment. Does not know: what the worker computes.
 """
@@ -58,8 +58,7 @@ from mooncake.messages.pools import Grant, PoolShard, PoolStats
 Result = TypeVar("Result")
 
 _SERIAL = 0
-"""The serial of the worker's session: a process has at most one worker, and its clients are numbered from
-1."""
+"""The serial of the worker's session. Other clients in a process have serials from 1 on."""
 _KEYS_PER_MESSAGE = 1 << 12
 """The most keys in one report of the engine's blocks; longer reports are split."""
 _TOKEN_BYTES = 1 << 17
@@ -96,8 +95,8 @@ class WorkerClient:
     ) -> "WorkerClient":
         """Wait until the messenger at `socket_path` listens, and return a client that is attached to it.
 
-        Raises MismatchError if the messenger's pool belongs to another model or layout, PoolError if the
-        messenger does not answer within `timeout_s` or serves a live worker already.
+        Raises MismatchError if the messenger's pool belongs to another model or layout. Raises PoolError if
+        the messenger does not answer within `timeout_s`, or already serves a live worker.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -117,9 +116,9 @@ class WorkerClient:
     async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> Reservation:
         """Reserve pages for `keys`, and `num_private` pages without a key. Sealed blocks keep their pages.
 
-        The pages count towards the `tenant`'s share of the pool; an empty name stands for no tenant. Without
-        room for all pages none is reserved: raises PoolFullError if there is no room now (see
-        `wait_for_space`), PoolError if there never will be. A cancelled call leaves nothing reserved.
+        The pages count towards the `tenant`'s share of the pool; an empty name stands for no tenant. If there
+        is no room for all pages, no page is reserved: the call raises PoolFullError if there is no room now
+        (see `wait_for_space`), PoolError if there never will be. A cancelled call leaves nothing reserved.
         """
         call = ReservePages(self._calls.new_id(), list(keys), num_private, tenant)
         reserving = self._spawn(self._calls.ask(call, Reservation))
@@ -138,8 +137,10 @@ class WorkerClient:
         await self._calls.send(Prefetch(list(keys)))
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
-        """Set soft pins for `ttl_s` seconds on the blocks of `keys` that the pool has. Returns the number of
-        these blocks."""
+        """Set soft pins for `ttl_s` seconds on the blocks of `keys` that the pool has.
+
+        Returns the number of these blocks.
+        """
         call = PinBlocks(self._calls.new_id(), list(keys), ttl_s, hard=False)
         return (await self._calls.ask(call, Count)).num_blocks
 
@@ -154,7 +155,7 @@ class WorkerClient:
     async def report_device(self, keys: Sequence[BlockKey], *, is_stored: bool) -> None:
         """Report blocks that the engine's own prefix cache has from now on (`is_stored`), or has no longer.
 
-        The messenger takes the cache for empty until the first report, and when this worker is gone.
+        The messenger assumes an empty cache until the first report, and again when this worker is gone.
         """
         for first in range(0, len(keys), _KEYS_PER_MESSAGE):
             await self._calls.send(DeviceBlocks(list(keys[first : first + _KEYS_PER_MESSAGE]), is_stored))
@@ -162,8 +163,8 @@ class WorkerClient:
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
         """Describe the tokens of a reservation's keys, for the KV events of their blocks.
 
-        Not for prompts with a `cache_salt`: followers of the events could not tell their blocks from those of
-        prompts without a salt.
+        Prompts with a `cache_salt` must not be described: followers of the events could not distinguish their
+        blocks from blocks of prompts without a salt.
         """
         block_size = self.segment.layout.block_size
         num_blocks = len(token_ids) // block_size
@@ -180,9 +181,9 @@ class WorkerClient:
     async def commit(
         self, reservation_id: int, layers: range, pages: Sequence[int], checksums: Sequence[Sequence[int]]
     ) -> None:
-        """Declare that the worker has written `layers` of `pages`: `checksums[i][j]` is the xxh3-64 of layer
-        `layers[j]` of `pages[i]` (`xxhash.xxh3_64_intdigest`). Each layer of a page is committed once.
+        """Declare that the worker has written `layers` of `pages`. Each layer of a page is committed once.
 
+        `checksums[i][j]` is the xxh3-64 of layer `layers[j]` of `pages[i]` (`xxhash.xxh3_64_intdigest`).
         Returns when the message has left. A wrong commit ends the session (`closed`); a commit for a released
         reservation is ignored.
         """
@@ -195,8 +196,10 @@ class WorkerClient:
             )
 
     async def settled(self) -> None:
-        """Wait until the messenger has handled all earlier commits, so that their checksums are in the
-        segment."""
+        """Wait until the messenger has handled all earlier commits.
+
+        Their checksums are in the segment then.
+        """
         await self._calls.ask(Lookup(self._calls.new_id(), []), Located)
 
     async def release(self, reservation_id: int) -> None:
@@ -219,8 +222,9 @@ class WorkerClient:
     async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
         """Start to send the granted blocks of this reservation, as a prefill instance does.
 
-        The blocks go to `grant.messenger`, and to the messenger of each grant in `grant.others`. Blocks that
-        are sealed go at once, other layers as they are committed. `ref_text` names the request in logs.
+        The blocks go to `grant.messenger`, and to the messenger of each grant in `grant.others`. Sealed
+        blocks are sent at once. Other blocks are sent layer by layer, as layers are committed. `ref_text`
+        names the request in logs.
         """
         await self._calls.ask(StartSend(self._calls.new_id(), reservation_id, grant, ref_text), Done)
 
@@ -242,8 +246,8 @@ class WorkerClient:
         layers arrives.
 
         Returns for each block the number of layers that have arrived, and its page, which may be a new one.
-        Before the call returns, the caller may write only blocks that the fetch has given up. A source that
-        fails is no error.
+        Before the call returns, the caller may write only blocks that the fetch has given up. If a source
+        fails, no error is raised.
         """
         call = FetchBlocks(self._calls.new_id(), reservation_id, list(sources), list(blocks))
         answer = await self._calls.ask(call, Fetched, on_layers)
@@ -284,7 +288,7 @@ class WorkerClient:
     async def stats(self, check_integrity: bool = False) -> PoolStats:
         """Return the pool's counters.
 
-        `check_integrity`: check every page before, which takes time in a large pool.
+        `check_integrity`: first check every page, which takes time in a large pool.
         """
         return (await self._calls.ask(GetStats(self._calls.new_id(), check_integrity), Stats)).stats
 

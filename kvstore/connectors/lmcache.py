@@ -1,7 +1,7 @@
 """LMCache's second tier in the KVCache pool: a plugin for its `L2AdapterInterface` (version 0.5.6).
 
-LMCache names and fills its objects itself, so a block of the pool is one unchanged object of LMCache. Such a
-pool is LMCache's own: it refuses our workers and vLLM's connector, whose pools refuse LMCache.
+LMCache names and fills its objects itself. A block of the pool is one unchanged object of LMCache. So LMCache
+needs pools of its own: they refuse our workers and vLLM's connector, and all other pools refuse LMCache.
 
 Owns: the translation of LMCache's calls to calls of the client, their threads. Does not know: LMCache's first
 tier, pools.
@@ -44,7 +44,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-        """Make an adapter, whose pools may start later, end, and come back.
+        """Make an adapter. Its pools may start later than the adapter, and may end and come back.
 
         Args:
             params: `pool`, one address or a list of addresses; for addresses on other hosts also `key_file`.
@@ -157,8 +157,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
             self._answer(task, keys, found, self._looked_up)
 
     def _lease(self, pool: KVCachePool, keys: list[BlockKey]) -> list[bool]:
-        """Lease the blocks that pools on this host have, and return for each block whether any pool has
-        it."""
+        """Lease the blocks that pools on this host have. Returns for each block whether any pool has it."""
         if not self._pools.has_local:
             return [tier is not None for tier in pool.exists(keys)]
         shared = _SharedLease(pool.lease(keys, _LOCK_S))
@@ -225,7 +224,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
 
 
 class _SharedLease:
-    """A lease of several blocks, ended when the last of these blocks is unlocked."""
+    """A lease of several blocks. It is ended when the last of these blocks is unlocked."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -233,10 +232,10 @@ class _SharedLease:
 
 
 class _Pools:
-    """The client of the pools, made when a pool answers."""
+    """The client of the pools, which is made when a pool first answers."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        """Check the parameters. Raises ConfigError, which names the key."""
+        """Check the parameters. Raises ConfigError, which names the wrong parameter."""
         for key in params:
             if key not in _KNOWN:
                 raise ConfigError(f"adapter_params: unknown key {key}; known keys are {', '.join(_KNOWN)}")
@@ -250,7 +249,8 @@ class _Pools:
         self._client: KVCachePool | None = None
 
     def connected(self, object_bytes: int | None) -> KVCachePool | None:
-        """Return the client; None while it is not connected and the size of objects is unknown.
+        """Return the client, connected if need be. Returns None if `object_bytes` is None and no client is
+        connected.
 
         Raises MooncakeError if no pool answers, or if the pools have other blocks.
         """
@@ -278,14 +278,17 @@ def block_key(key: Any) -> BlockKey:
 
 
 def _layout(object_bytes: int) -> KVLayout:
-    """Return a layout whose blocks have `object_bytes` bytes. Raises MismatchError if there is none."""
+    """Return a layout whose blocks have `object_bytes` bytes.
+
+    Raises MismatchError unless `object_bytes` is a multiple of 4.
+    """
     if object_bytes % 4:
         raise MismatchError("object size", "a multiple of 4 bytes", object_bytes, "use another chunk size")
     return KVLayout(1, 1, object_bytes // 4, 1, "bfloat16")
 
 
 def _object_bytes(layouts: Mapping[int, Any]) -> int | None:
-    """Return the bytes of LMCache's objects; None if the layouts do not say."""
+    """Return the bytes of LMCache's objects; None if there are no layouts."""
     desc = next(iter(layouts.values()), None)
     if desc is None:
         return None

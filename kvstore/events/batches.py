@@ -1,6 +1,6 @@
 """The KV events of one instance's pool, in numbered batches.
 
-The pool reports each block at once when the block can be found, or no longer can. A publisher seals the
+The pool reports a block as soon as the block can be found, or can no longer be found. A publisher seals the
 collected events into a batch and sends it. The latest batches stay here for replays. Between two seals,
 consecutive events of one kind and tier become one event. Everything runs in one thread, so a snapshot of the
 pool that is taken right after a seal, with no await in between, is the state after exactly that batch.
@@ -21,7 +21,7 @@ from mooncake.messages.pools import Tier
 MAX_BATCH_BLOCKS = 10_000
 """The most blocks of a batch, whose message then has some 200 KB.
 
-A batch of this size is sealed by itself, so the log is bounded even if no caller seals.
+A batch of this size is sealed automatically, so the log is bounded even if no caller seals.
 """
 
 
@@ -51,7 +51,8 @@ class EventBatch:
 
 
 class EventLog:
-    """A collector of events, which keeps the last `capacity_batches` batches. Begins with a `KVCleared`."""
+    """A collector of events, which keeps the last `capacity_batches` batches. Its first event is
+    `KVCleared`."""
 
     def __init__(self, capacity_batches: int) -> None:
         self.capacity_batches = capacity_batches
@@ -82,7 +83,7 @@ class EventLog:
     def stored(self, tier: Tier, key: BlockKey, tokens: BlockTokens | None = None) -> None:
         """Record that `key` can be found in `tier` now.
 
-        To be called once until the block is removed from the tier.
+        Must not be called again for this block before the block is removed from the tier.
         """
         if tokens is not None:
             self._tokens[key] = tokens
@@ -153,8 +154,10 @@ class EventLog:
         return self.next_sequence - len(self._batches)
 
     def since(self, sequence: int) -> list[EventBatch] | None:
-        """Return all sealed batches from number `sequence` on; None if some are gone, or the number is not of
-        this log."""
+        """Return all sealed batches from number `sequence` on.
+
+        Returns None if some of them are gone, or if the number is not of this log.
+        """
         if not self.oldest_sequence <= sequence <= self.next_sequence:
             return None
         return list(itertools.islice(self._batches, sequence - self.oldest_sequence, None))

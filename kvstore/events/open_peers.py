@@ -15,8 +15,10 @@ from mooncake.security.handshakes import connection_of, num_bytes_received
 from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_OPEN = 32
-"""The most connections to one socket. A further connection closes the oldest one, whose peer may connect
-again."""
+"""The most connections to one socket.
+
+A further connection closes the oldest one, whose peer may connect again.
+"""
 MOST_SENT_BYTES = 8 << 10
 """The most bytes that the peer of one connection may send.
 
@@ -67,7 +69,8 @@ class OpenPeers:
                     self._look()
 
     def _look(self) -> None:
-        """End the connections of peers that have sent too much, for as long as there are connections."""
+        """End the connections of peers that have sent too much, and schedule the next check if connections
+        are left."""
         for descriptor, connection in list(self._connections.items()):
             if num_bytes_received(connection) > MOST_SENT_BYTES:
                 self._crowd.leave(descriptor)

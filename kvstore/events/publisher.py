@@ -2,8 +2,8 @@
 
 A publisher reads the pool's `EventLog` at its own position, and has two sockets:
 
-- PUB sends every batch: the first event at once, then at each `flush_interval_s` the events since. A
-  subscriber that is slow or gone loses batches and sees that in the batches' numbers. It delays nobody.
+- PUB sends every batch. The first event is sent at once, and later events every `flush_interval_s` seconds. A
+  subscriber that is slow or gone loses batches, and sees that in the batches' numbers. It delays nobody.
 - ROUTER answers with replays and snapshots. An answer waits for a peer that reads slowly, and is given up if
   the peer reads nothing. The queue for each peer is bounded.
 
@@ -27,7 +27,7 @@ from mooncake.errors import ConfigError
 FLUSH_INTERVAL_S = 0.01
 """Seconds between two batches, in which further events are collected."""
 PUB_QUEUE_LEN = 1_000
-"""The most batches that may wait for a subscriber: 10 s of them, or more."""
+"""The most batches that may wait for a subscriber. They have the events of 10 s or more."""
 ANSWER_QUEUE_LEN = 32
 """The most messages of an answer that may wait for its peer: 12 MB of a snapshot."""
 MAX_ANSWERS = 16
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Publisher(ABC):
-    """The sockets and tasks of a publisher, bound on creation.
+    """The sockets and tasks of a publisher. The sockets are bound on creation.
 
     Raises ConfigError if an endpoint cannot be bound.
     """

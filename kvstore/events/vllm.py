@@ -26,7 +26,7 @@ vLLM says CPU and, lately, STORAGE. Routers that tell tiers apart know DISK; onl
 STORAGE.
 """
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""The sequence number of the message behind the last batch of a replay: -1."""
+"""The sequence number of the message after the last batch of a replay: -1."""
 _HASH_BYTES = 8
 """The number of bytes of a key that vLLM's integer hashes hold: the last bytes of the key."""
 

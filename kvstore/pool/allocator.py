@@ -1,12 +1,12 @@
-"""Allocation of the pages of one table, in DRAM or on SSD: which block is where, which page is free, and
-which sealed block is evicted next.
+"""Allocation of the pages of one table, in DRAM or on SSD.
 
-A page with users (reservations, leases, holds, hard pins) is not evicted. A SEALED page without users is
-*idle*: it may be evicted at any time, in the order of the policy. Allocating and freeing take constant time;
-victims of eviction are chosen many at a time.
+The allocator knows the page of each block, the free pages, and which sealed block is evicted next. A page
+with users (reservations, leases, holds, hard pins) is not evicted. A SEALED page without users is *idle*: it
+may be evicted at any time, in the order of the policy. Allocating and freeing take constant time; victims of
+eviction are chosen many at a time.
 
-A block in the index costs about 130 to 190 bytes: its key and page as Python objects, its place in the
-dict, and the arrays here and in the table.
+A block in the index costs about 130 to 190 bytes: its key and page as Python objects, its place in the dict,
+and the arrays here and in the table.
 
 Owns: index, free pages, users, order of eviction. Does not know: who the users are, what is in a page.
 """
@@ -61,7 +61,7 @@ class PageAllocator:
         self.shares = Shares(table.num_pages)
         self.soft_pinned: Array = np.zeros(table.num_pages, np.bool_)
         self.num_idle = len(adopted.sealed)
-        """SEALED pages without users."""
+        """Number of SEALED pages without users."""
         self._victims: deque[tuple[int, int]] = deque()
         """The next victims, and the last use of each when it was chosen."""
         # Counted anew: what was damaged may be any number, so there might be none above it.
@@ -175,8 +175,11 @@ class PageAllocator:
             self._victims.extend((page, self.table.last_use_of[page]) for page in self._chosen(idle))
 
     def _chosen(self, idle: Array) -> list[int]:
-        """Return the next victims: blocks that neither a tenant's share nor a soft pin protects, or any idle
-        blocks if all are protected."""
+        """Return the next victims among the `idle` pages.
+
+        Victims are pages that neither a tenant's share nor a soft pin protects, or any idle pages if all are
+        protected.
+        """
         num_victims = max(1, self.table.num_pages // _VICTIMS_SHARE)
         num_disposable = self.shares.num_disposable(np.flatnonzero(self.table.states != FREE))
         if num_disposable is not None:
@@ -189,7 +192,7 @@ class PageAllocator:
         return coldest(self.policy, self.table, idle, self.soft_pinned[idle], num_victims)
 
     def evict(self, page: int) -> None:
-        """Free an idle page."""
+        """Evict the block in an idle page, and free the page."""
         assert self.is_idle(page)
         self.num_idle -= 1
         self.table.free(page)

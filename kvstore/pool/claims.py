@@ -29,11 +29,11 @@ class Block:
     arrived: int
     """A mask of the layers that have arrived: bit l for layer l."""
     position: int
-    """The index of the block in its reservation; of a promoted block, the index that the lower tier has kept.
+    """The index of the block in its reservation. A promoted block has the index that the lower tier has kept.
 
-    This is the index in the prompt if the reservation begins with the prompt's first block. It is too small
-    for a block that was stored with a part of its prompt: pool clients store long prompts in parts, and some
-    engines store only the blocks behind a stored prefix.
+    If the reservation begins with the prompt's first block, this is the index in the prompt. Otherwise it is
+    smaller than the index in the prompt: pool clients store long prompts in parts, and some engines store
+    only the blocks behind a stored prefix.
     """
     tokens: BlockTokens | None = None
     tier: Tier | None = None

@@ -44,10 +44,10 @@ def coldest(
 
 
 def unprotected(chosen: list[int], tenants: Array, num_disposable: Array) -> list[int]:
-    """Return those of the `chosen` pages, coldest first, whose eviction leaves every tenant its protected
-    share.
+    """Return the `chosen` pages that can be evicted while every tenant keeps its protected share.
 
-    `tenants` are the numbers of the pages' tenants. Of each tenant `num_disposable[tenant]` pages may go.
+    `chosen` and the result are in order, coldest first. `tenants` are the numbers of the pages' tenants. Of
+    each tenant `num_disposable[tenant]` pages may be evicted.
     """
     num_left = num_disposable.tolist()
     kept = []

@@ -1,7 +1,7 @@
 """Room in DRAM: evictions, and wake-ups of requests that wait for a page.
 
-While the lower tier works, a block may leave DRAM only once that tier holds it: no stored block is lost
-because blocks come faster than a disk can write. `make_room` then fails until the mover has caught up.
+While the lower tier works, a block may leave DRAM only once that tier holds it. Thus no stored block is lost
+when blocks come faster than a disk can write. `make_room` then fails until the mover has caught up.
 
 Owns: evictions, the keys of blocks evicted lately, how many pages are wanted. Does not know: who uses a page.
 """
@@ -20,7 +20,7 @@ class LowerTier(Protocol):
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the tier accepts blocks. While it does not, evicted blocks are lost."""
+        """Whether the tier accepts blocks. While it accepts none, evicted blocks are lost."""
 
     def holds(self, key: BlockKey) -> bool:
         """Return whether the block can be read from this tier."""
@@ -46,7 +46,7 @@ class Evictor:
         self.space_epoch = 0
         """Number of times that a page became free or evictable."""
         self.num_wanted = 0
-        """The largest number of free pages that a request could not get."""
+        """The largest number of free pages that a refused request needs; 0 if no request waits."""
         self.num_evictions = 0
         """Evicted blocks since the pool was opened."""
         self.ghosts = Ghosts(allocator.table.num_pages)
@@ -73,7 +73,8 @@ class Evictor:
     def require(self, num_pages: int) -> None:
         """Evict until `num_pages` pages are free. Raises PoolFullError if that is impossible now.
 
-        If the lower tier only has to catch up, the pages count as wanted from then on.
+        If the pages could be had as soon as the lower tier has caught up, they count as wanted (`num_wanted`)
+        from then on.
         """
         self.check(num_pages, 0)
         if not self.make_room(num_pages):
@@ -82,15 +83,19 @@ class Evictor:
             raise self._refusal(num_pages, self._allocator.num_idle)
 
     def check(self, num_pages: int, num_kept: int) -> None:
-        """Check that `num_pages` pages are free or idle, not counting `num_kept` of the idle pages. Raises
-        PoolFullError."""
+        """Check that `num_pages` pages are free or idle. `num_kept` idle pages do not count.
+
+        Raises PoolFullError.
+        """
         num_evictable = self._allocator.num_idle - num_kept
         if num_pages > self._allocator.num_free + num_evictable:
             raise self._refusal(num_pages, num_evictable)
 
     def is_disposable(self, page: int) -> bool:
-        """Return whether the block in `page` may leave DRAM: the lower tier holds the block, or accepts
-        none."""
+        """Return whether the block in `page` may leave DRAM.
+
+        It may if the lower tier holds the block, or accepts no blocks.
+        """
         lower = self._lower
         return lower is None or not lower.is_accepting or lower.holds(self._allocator.table.key(page))
 
@@ -128,7 +133,6 @@ class Evictor:
         self.changed()
 
     def changed(self) -> None:
-        """Wake the tasks that wait for a page, as some page has become free or idle, or may be evicted
-        now."""
+        """Wake the tasks that wait for a page, as a page has become free, idle or evictable."""
         self.space_epoch += 1
         self._on_space()

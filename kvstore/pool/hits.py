@@ -1,5 +1,4 @@
-"""Hits and misses: the tier of each block when a request asked for it, or the reason why it was in
-none.
+"""Hits and misses of blocks that requests ask for: hits by tier, misses by reason.
 
 Owns: these counts, which pages in DRAM have blocks that the lower tier had, keys evicted lately. Does not
 know: the pool.
@@ -43,7 +42,11 @@ class Ghosts:
 
 @dataclass(slots=True)
 class PoolCounters:
-    """Totals since the pool was opened: of blocks, and of leases that ended at their deadline."""
+    """Totals since the pool was opened.
+
+    `num_dropped`: damaged blocks. `num_removed`: blocks that were removed. `num_expired_leases`: leases that
+    ended at their deadline.
+    """
 
     num_dropped: int = 0
     num_removed: int = 0

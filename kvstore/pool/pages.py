@@ -6,7 +6,7 @@
                 |
                 +--> FREE     (a private page, one whose write was given up, or whose key is sealed elsewhere)
 
-A process may die between any two writes to the table. So each transition writes its fields in one order:
+A process may die between any two writes to the table. So each transition writes its fields in a fixed order:
 
     to RESERVED       writer, state
     to SEALED         layers and their checksums, key, state
@@ -46,7 +46,7 @@ _GENERATIONS = 1 << 32
 _MOST_USES = (1 << 32) - 1
 """The largest number of uses that is counted."""
 _NOBODY = 0
-"""The writer of a page that only its owner writes."""
+"""The value of the field `writer` for a page that only the table's owner writes."""
 COPIER_SERIAL = (1 << 32) - 1
 """The serial number that stands for a messenger which copies to granted pages. No client has it."""
 
@@ -94,12 +94,12 @@ class PageWriter(NamedTuple):
 
 
 class Adopted(NamedTuple):
-    """The contents of a table when its owner died. All other pages are free now."""
+    """The pages of a table after the death of its owner. Pages in neither field are free now."""
 
     sealed: list[int]
     """Sealed pages, oldest use first."""
     quarantined: dict[int, PageWriter]
-    """Pages that a process may still be writing, with that writer."""
+    """QUARANTINED pages, each with the process that may still be writing it."""
 
 
 def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
@@ -141,8 +141,8 @@ def field_offsets(num_pages: int, num_layers: int) -> dict[str, int]:
 class PageTable:
     """A page table in memory, whose states change only along `TRANSITIONS`.
 
-    `states`, `num_uses`, `positions` and `last_uses` may be read as arrays of length num_pages; `state_of`,
-    `num_uses_of` and `last_use_of` are the same, faster for a single page.
+    `states`, `num_uses`, `positions` and `last_uses` may be read as arrays of length num_pages. `state_of`,
+    `num_uses_of` and `last_use_of` are the same values as memoryviews, which are faster for a single page.
     """
 
     def __init__(self, buffer: "memoryview | bytearray", num_pages: int, num_layers: int) -> None:
@@ -242,8 +242,10 @@ class PageTable:
     def seal_all(
         self, pages: Sequence[int], keys: Sequence[BlockKey], first_use: int, positions: Sequence[int]
     ) -> None:
-        """Seal many pages. `first_use` is the `last_use` of the first page, and each further page gets the
-        next number."""
+        """Seal many pages.
+
+        `first_use` is the `last_use` of the first page, and each further page gets the next number.
+        """
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] == RESERVED)
         self._keys[index] = np.frombuffer(b"".join(keys), self._keys.dtype)
@@ -286,8 +288,10 @@ class PageTable:
         return copy
 
     def assign(self, writer: PageWriter) -> None:
-        """Record, after the owner's death, that `writer` may be writing to each page that is RESERVED or
-        QUARANTINED and has no writer yet."""
+        """Record, after the owner's death, that `writer` may be writing pages that are not complete.
+
+        These are the pages that are RESERVED or QUARANTINED and have no writer yet.
+        """
         others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
         self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 

@@ -99,7 +99,7 @@ class Pool:
         return [Tier.DRAM if key in index else Tier.SSD if lower.holds(key) else None for key in keys]
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block from the index. Returns whether it was there. Reads in flight may finish."""
+        """Remove a block from the index. Returns whether the block was there. Reads in flight may finish."""
         page = self.find(key)
         if page is None:
             return False
@@ -170,7 +170,8 @@ class Pool:
         return reservation
 
     def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
-        """Check that free and evictable pages together suffice for these blocks. Raises as `reserve` does."""
+        """Check that free and evictable pages together suffice for these blocks. Raises the errors of
+        `reserve`."""
         self._check_size(len(keys) + num_private)
         places = [self.find(key) for key in keys]
         found = {page for page in places if page is not None}
@@ -218,7 +219,7 @@ class Pool:
                 self._events.stored(Tier.DRAM, block.key, block.tokens)
 
     def begin_promotion(self, key: BlockKey, position: int) -> PageReservation:
-        """Reserve a page for a block that the lower tier holds. Raises PoolFullError.
+        """Reserve a page for a block that the lower tier holds. Raises PoolFullError without room.
 
         `position`: the block's position (`Block.position`) that the lower tier has kept.
         """
@@ -247,8 +248,10 @@ class Pool:
     # -- leases -----------------------------------------------------------------------------------
 
     def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> PageLease:
-        """Lease the blocks of `keys` that are in DRAM: they stay in their pages until `end_lease` or
-        `expire`."""
+        """Lease the blocks of `keys` that are in DRAM.
+
+        They stay in their pages until `end_lease` or `expire`.
+        """
         index = self.allocator.index
         lease = PageLease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
         found = lease.claimed_pages
@@ -326,7 +329,11 @@ class Pool:
     def _blocks(
         self, keys: Sequence[BlockKey | None], places: list[int | None], writer: PageWriter | None
     ) -> list[Block]:
-        """Return a block for each key, in its page or in a fresh one; blocks without a key come last."""
+        """Return a block for each key, in its page or in a fresh page.
+
+        `places` has the page of each key, or None. It may be shorter than `keys`: keys at the end get fresh
+        pages.
+        """
         fresh = self.allocator.take(len(keys) - len(places) + places.count(None), writer)
         self.evictor.pages_taken()
         pages_left = iter(fresh)
@@ -372,8 +379,8 @@ class Pool:
     def num_changes(self) -> int:
         """A number that grows with every claim, and when a page becomes free or evictable.
 
-        It does not grow with arrivals, nor when a hold or pin begins. While it stays, the pool counts as
-        idle.
+        It does not grow when layers arrive, or when a hold or pin begins. While the number stays the same,
+        the pool counts as idle.
         """
         return self._last_id + self.evictor.space_epoch
 

@@ -156,8 +156,10 @@ class Segment:
         return cls(mapping, header)
 
     def shared_segment(self, fd: int) -> SharedSegment | None:
-        """Return the description of the segment for peers on this host that map it; None without a
-        compiler."""
+        """Return the description of the segment for peers on this host that map it.
+
+        Returns None without a compiler.
+        """
         copy_table = CopyTable.at(self.buffer[_COPY_TABLE_OFFSET : _COPY_TABLE_OFFSET + COPY_TABLE_BYTES])
         if copy_table is None:
             return None
@@ -199,12 +201,11 @@ class Segment:
         return self.header.page_offset(page)
 
     def page_view(self, page: int) -> memoryview:
-        """Return the bytes of the block in `page`, a view."""
+        """Return a view of the block in `page`."""
         return self.layers_view(page, range(self.layout.num_layers))
 
     def stride_view(self, page: int) -> memoryview:
-        """Return the bytes of `page` with the padding behind them, for disks, which read and write whole
-        sectors."""
+        """Return a view of `page` with its padding, for disks, which read and write whole sectors."""
         start = self.page_offset(page)
         return self.buffer[start : start + self.page_stride]
 
@@ -213,12 +214,12 @@ class Segment:
         return self.page_offset(page) + layer * self._layer_bytes
 
     def layers_view(self, page: int, layers: range) -> memoryview:
-        """Return the bytes of consecutive `layers` of `page`, a view."""
+        """Return a view of consecutive `layers` of `page`."""
         start = self.layers_offset(page, layers.start)
         return self.buffer[start : start + len(layers) * self._layer_bytes]
 
     def layer_view(self, page: int, layer: int) -> memoryview:
-        """Return the bytes of one layer of `page`, a view."""
+        """Return a view of one layer of `page`."""
         return self.layers_view(page, range(layer, layer + 1))
 
     def heads_offset(self, page: int, layer: int, heads: range) -> int:
@@ -226,7 +227,7 @@ class Segment:
         return self.layers_offset(page, layer) + heads.start * self._head_bytes
 
     def heads_view(self, page: int, layer: int, heads: range) -> memoryview:
-        """Return the bytes of consecutive `heads` of one layer of `page`, a view."""
+        """Return a view of consecutive `heads` of one layer of `page`."""
         start = self.heads_offset(page, layer, heads)
         return self.buffer[start : start + len(heads) * self._head_bytes]
 
@@ -241,7 +242,7 @@ class Segment:
     def use_huge_pages(self, start: int) -> bool:
         """Move one of `huge_chunks` into huge pages. Returns whether the kernel has done so.
 
-        Blocking, for some 100 ms.
+        The call blocks for some 100 ms.
         """
         end = self.huge_chunks().stop
         return self._mapping.use_huge_pages(start, min(_CHUNK_BYTES, end - start))
@@ -249,7 +250,7 @@ class Segment:
     def lock(self) -> bool:
         """Map the whole segment and lock it in memory. Returns whether the limits of this process allow that.
 
-        Blocking.
+        The call blocks.
         """
         return self._mapping.lock()
 

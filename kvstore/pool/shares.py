@@ -1,6 +1,7 @@
-"""Tenants' shares of the DRAM tier: blocks of a tenant with no more than its share are evicted after others.
+"""Tenants' shares of the DRAM tier, which protect blocks of one tenant from the load of other tenants.
 
-(Softly pinned blocks, whoever has them, are evicted last of all.)
+Blocks of a tenant that has no more than its share are evicted after other blocks. (Softly pinned blocks of
+any tenant are evicted last of all.)
 
 A block belongs to the tenant that has reserved its page, or that is the first to use it after a restart. The
 share of an active tenant is three quarters of an equal part of the pages; the last quarter is headroom, so
@@ -26,8 +27,10 @@ NO_TENANT = 0
 
 
 class Shares:
-    """The tenant of each page, by number. A number is reused when its tenant has neither pages nor a
-    share."""
+    """The tenant of each page, by number.
+
+    A number is used again when its tenant has neither pages nor a share.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
@@ -39,7 +42,7 @@ class Shares:
         """The time, as of the latest tick."""
 
     def num_pages_of(self, tenant: str) -> int:
-        """Return the number of pages that belong to this tenant, or did before they became free."""
+        """Return the number of pages that belong to this tenant, pages that have become free included."""
         return int(np.count_nonzero(self._tenant_of == self._numbers.get(tenant, -1)))
 
     def enter(self, tenant: str) -> int:
@@ -57,7 +60,10 @@ class Shares:
         return number
 
     def use(self, number: int, pages: Sequence[int], found: Sequence[int]) -> None:
-        """Record that a tenant has got fresh `pages`, and uses found blocks in the pages `found`."""
+        """Record that a tenant has got fresh `pages`, and uses found blocks in the pages `found`.
+
+        Pages in `found` that have no tenant become pages of this tenant.
+        """
         self._tenant_of[pages] = number
         if found:
             unowned = np.asarray(found)[self._tenant_of[found] == NO_TENANT]
@@ -75,11 +81,10 @@ class Shares:
             del self._last_use_s[number]
 
     def num_disposable(self, in_use: Array) -> Array | None:
-        """Return how many pages of each tenant its share does not protect: `[num_tenants]`, by the tenant's
-        number.
+        """Return how many pages of each tenant its share does not protect: `[num_tenants]`, by tenant number.
 
-        None if there are fewer than two active tenants, so that no tenant is protected from another tenant.
-        `in_use` are the pages that are not free, `[n]`.
+        Returns None if there are fewer than two active tenants, so that no tenant is protected from another
+        tenant. `in_use` are the pages that are not free, `[n]`.
         """
         if len(self._last_use_s) < 2:
             return None

@@ -35,10 +35,10 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A page of a reservation. `sealed`: whether the block is stored in the page already, so that the page
-    may only be read.
+    """A page of a reservation.
 
-    `tier`: the tier of a sealed block before this reservation; None for other blocks.
+    `sealed`: whether the block is stored in the page already, so that the page may only be read. `tier`: the
+    tier of a sealed block before this reservation; None for other blocks.
     """
 
     page: int
@@ -48,7 +48,7 @@ class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reservation(msgspec.Struct, tag="Reserved", frozen=True):
-    """The pages of a request: those of its keys, in order, then private ones."""
+    """The pages of a request: one for each of its keys, in order, then the private pages."""
 
     call_id: int
     reservation_id: int
@@ -61,12 +61,12 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 
 
 class LayersFetched(msgspec.Struct, tag=True, frozen=True):
-    """The progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks have arrived,
-    verified.
+    """The progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks are verified and in
+    place.
 
-    This is no answer: several are sent during a fetch, with the same numbers again while only a part of the
-    next layers has arrived. Blocks from `num_blocks` on have been given up: they keep the layers that they
-    have, and the caller may write their other layers.
+    This is no answer: several are sent during a fetch. While only a part of the next layers has arrived, the
+    same numbers are sent again. Blocks from `num_blocks` on have been given up: they keep the layers that
+    they have, and the caller may write their other layers.
     """
 
     call_id: int
@@ -107,7 +107,8 @@ class Count(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One copy of a block. `num_users`: leases and transfers that keep the copy in its page."""
+    """One copy of a block. `num_users`: reservations, leases, holds and hard pins that keep the copy in its
+    page."""
 
     key: BlockKey
     tier: Tier
@@ -116,8 +117,10 @@ class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listing(msgspec.Struct, tag=True, frozen=True):
-    """Some blocks of a pool. `next_cursor` is None at the end. Blocks that come and go meanwhile may be
-    missed or named twice."""
+    """Some blocks of a pool. `next_cursor` is None at the end.
+
+    Blocks that are stored or removed meanwhile may be missed or named twice.
+    """
 
     call_id: int
     blocks: list[BlockInfo]
@@ -125,7 +128,7 @@ class Listing(msgspec.Struct, tag=True, frozen=True):
 
 
 class Verified(msgspec.Struct, tag=True, frozen=True):
-    """The result of `VerifyBlocks`. `damaged`: keys of which a copy was dropped."""
+    """The result of `VerifyBlocks`. `damaged`: the keys of blocks with a damaged copy, which was dropped."""
 
     call_id: int
     num_intact: int
@@ -166,7 +169,7 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
     """The answer to a call that failed in the messenger; the user raises the same error.
 
     `space_epoch` is set for POOL_FULL. `mismatch` is set for MISMATCH: what differs, the messenger's value,
-    the worker's value.
+    the user's value.
     """
 
     call_id: int

@@ -179,10 +179,10 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
     """Fetch these blocks of the reservation, of which no layer has arrived, from another pool.
 
     `sources`: the shards of a group that together hold these blocks, or the shard of one pool that does.
-
     Layers arrive in order, each for all blocks before the next layer. `LayersFetched` reports the progress.
-    Answered by `Fetched` when nothing more will arrive. Until then no other process may write the blocks'
-    pages.
+
+    Answered by `Fetched` when nothing more will arrive. Until then the caller may write only blocks that
+    `LayersFetched` reports as given up.
     """
 
     call_id: int
@@ -199,7 +199,7 @@ class StopFetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
-    """Release a reservation. Answered by `Done`, even if there is none."""
+    """Release a reservation. Answered by `Done`, even if there is no such reservation."""
 
     call_id: int
     reservation_id: int
@@ -209,8 +209,10 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
-    """Ask for the places of these blocks. Answered by `Located`. Leases nothing and does not count as a
-    use."""
+    """Ask for the places of these blocks. Answered by `Located`.
+
+    Leases nothing and does not count as a use.
+    """
 
     call_id: int
     keys: list[BlockKey]
@@ -225,13 +227,13 @@ class LeaseBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndLease(msgspec.Struct, tag=True, frozen=True):
-    """End a lease. Ignored if it has ended."""
+    """End a lease. Ignored if the lease has ended."""
 
     lease_id: int
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """Begin to promote blocks to DRAM, for a reservation or lease to come."""
+    """Begin to promote blocks to DRAM, for a later reservation or lease."""
 
     keys: list[BlockKey]
 
@@ -251,8 +253,10 @@ class PinBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Unpin these blocks. Answered by `Count`: the number of removed pins. `hard`: whether hard pins are
-    removed too."""
+    """Unpin these blocks. Answered by `Count`: the number of removed pins.
+
+    `hard`: whether hard pins are removed too.
+    """
 
     call_id: int
     keys: list[BlockKey]
@@ -273,7 +277,7 @@ class DropIdle(msgspec.Struct, tag=True, frozen=True):
 
 
 class ListBlocks(msgspec.Struct, tag=True, frozen=True):
-    """List up to `max_blocks` blocks from `cursor` on (0 begins). Answered by `Listing`."""
+    """List up to `max_blocks` blocks from `cursor` on. Answered by `Listing`. The first `cursor` is 0."""
 
     call_id: int
     cursor: int
@@ -313,7 +317,7 @@ class PutBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Ask for counters. Answered by `Stats`. `check_integrity`: check every page before."""
+    """Ask for counters. Answered by `Stats`. `check_integrity`: first check every page."""
 
     call_id: int
     check_integrity: bool

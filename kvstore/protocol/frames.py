@@ -26,8 +26,10 @@ SMALL_BYTES = 64 * 1024
 
 _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
-"""The most bytes that are received together with a header: enough for small messages, and few to copy of a
-large payload."""
+"""The most bytes that are received together with a header.
+
+They suffice for small messages, and little of a large payload has to be copied.
+"""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -83,8 +85,11 @@ class FrameBuffer:
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Return the memory in which to receive until `num_bytes` bytes are held, with room for `ahead_bytes`
-        more; None if as many are held already."""
+        """Return the memory in which to receive until `num_bytes` bytes are held; None if they are held
+        already.
+
+        The memory has room for `ahead_bytes` more.
+        """
         missing = num_bytes - (self._end - self._begin)
         if missing <= 0:
             return None

@@ -1,5 +1,7 @@
-"""The Unix socket between a messenger and a worker or client: whole messages, and a descriptor beside the
-first. `PacketConnection` is an asyncio end of the socket, `ServerConnection` the messenger's end.
+"""The Unix socket between a messenger and a worker or client.
+
+It carries whole messages, and a descriptor beside the first one. `PacketConnection` is an asyncio end of the
+socket, `ServerConnection` the messenger's end.
 
 Owns: packets. Does not know: what their messages mean.
 """

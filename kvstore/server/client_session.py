@@ -80,8 +80,10 @@ _MOST_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A worker or client. `writer`: the process that writes the pages that the user reserves; None if the
-    messenger writes them."""
+    """A worker or client.
+
+    `writer`: the process that writes the pages that the user reserves; None if the messenger writes them.
+    """
 
     owner: int
     name: str
@@ -89,8 +91,10 @@ class User:
 
 
 class ClientSession:
-    """The session of one user. `send` takes the session's answers and never waits. The owner must call
-    `end`."""
+    """The session of one user. The owner must call `end`.
+
+    `send` takes the session's answers and never waits.
+    """
 
     def __init__(
         self, user: User, store: Store, tasks: asyncio.TaskGroup, send: Callable[[FromPool], None]
@@ -236,7 +240,7 @@ class ClientSession:
     async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> PageReservation:
         """Reserve as `Pool.reserve` does, after promoting blocks of the prefix that only SSD has.
 
-        If it raises PoolFullError, this request holds no page any more.
+        A call that raises PoolFullError leaves no page reserved or held.
         """
         if not self.store.is_on_ssd_only(keys):
             return self._reserve(keys, num_private, tenant)

@@ -87,7 +87,7 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
 
 
 def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
-    """Return the numbers under the names that messages have for the transports."""
+    """Return the numbers by the names of the transports, as messages need them."""
     return {transport.value: count for transport, count in num_bytes.items()}
 
 
@@ -143,8 +143,8 @@ def _info(tier: Tier, allocator: PageAllocator, page: int) -> BlockInfo:
 async def verify_block(store: Store, key: BlockKey) -> bool | None:
     """Compare all copies of a block with their checksums, and drop damaged copies.
 
-    This does not count as a use of the block. Returns whether all copies are intact; None if a copy cannot be
-    read now and all other copies are intact, or if there is no copy.
+    This does not count as a use of the block. Returns False if a copy is damaged, True if all copies are
+    intact. Returns None if there is no copy, or if a copy cannot be read now and no other copy is damaged.
     """
     results = [*await _verify_in_dram(store, key), *await _verify_on_ssd(store, key)]
     if False in results:
@@ -171,6 +171,8 @@ async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
 
 
 async def _verify_on_ssd(store: Store, key: BlockKey) -> list[bool | None]:
-    """Verify the copy on each disk that has one. Returns the results: None for a copy that cannot be read
-    now."""
+    """Verify the copy on each disk that has one.
+
+    Returns the results: None for a copy that cannot be read now.
+    """
     return await store.ssd.verify(key) if store.ssd is not None else []

@@ -96,8 +96,10 @@ async def serve_client(
 
 
 class _Client:
-    """One client's connection. Messages are handled one after another; calls that must wait are answered
-    later."""
+    """One client's connection.
+
+    Messages are handled one after another. Calls that must wait are answered later.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -119,8 +121,10 @@ class _Client:
         self._late_answers: asyncio.Task[None]
 
     async def authenticate(self, key: ClusterKey, timeout_s: float) -> None:
-        """Authenticate the client. Raises AuthenticationError unless it proves within `timeout_s` seconds
-        that it knows `key`."""
+        """Authenticate the client. Raises AuthenticationError.
+
+        The client must prove within `timeout_s` seconds that it knows `key`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 greeting, _ = await self._next(_GREETING_DECODER)
@@ -149,8 +153,10 @@ class _Client:
         await self.send([encode_frame(answer)])
 
     async def serve(self) -> None:
-        """Handle messages until the connection ends. Raises PoolError for a message that no correct client
-        sends."""
+        """Handle messages until the connection ends.
+
+        Raises PoolError for a message that no correct client sends.
+        """
         while True:
             match await self._stream.receive_with(self._take_calls):
                 case PutBlocks() as put:
@@ -271,7 +277,7 @@ class _Client:
             await self.send([encode_frame(CallFailed.of(call.call_id, error))])
 
     async def _send_blocks(self, call: GetBlocks) -> None:
-        """Send the blocks of a call. Raises only before anything is sent."""
+        """Send the blocks of a call. Raises MooncakeError only before anything is sent."""
         segment, table = self._store.segment, self._store.pool.table
         layers = range(call.layer_begin, call.layer_end)
         if not 0 <= layers.start < layers.stop <= table.num_layers:
@@ -370,7 +376,8 @@ class _Client:
             num_bytes -= await self._receive_into(scratch[:num_bytes])
 
     async def _gather(self, num_bytes: int) -> None:
-        """Receive small blocks of `num_bytes` bytes together."""
+        """Receive at least `num_bytes` bytes, the size of a small block, and in the same calls bytes behind
+        it."""
         while (room := self._frames.room_for(num_bytes, SMALL_BYTES)) is not None:
             self._frames.received(await self._stream.receive_some([room]))
 

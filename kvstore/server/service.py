@@ -112,8 +112,10 @@ class Service:
         return self._told(internal.endpoint), self._told(internal.request_endpoint)
 
     def _told(self, bound: str) -> str:
-        """Return an endpoint of KV events in the form for the Conductor, with the name by which other hosts
-        reach this host."""
+        """Return a bound endpoint of KV events in the form for the Conductor.
+
+        The result has the address by which other hosts reach this host.
+        """
         if not bound.startswith("tcp://"):
             return bound
         return advertised(f"tcp://{bracketed(self._config.settings.hosts[0])}:*", bound)
@@ -163,7 +165,7 @@ class Service:
     ) -> ClientSession | None:
         """Answer the first message of a user of this host, which maps the segment.
 
-        Returns its session; None if refused.
+        Returns the user's session; None if the user is refused.
         """
         writer = PageWriter(connection.peer_pid, first.serial)
         try:
@@ -317,8 +319,10 @@ def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:
 
 
 def _reached_at(settings: MessengerConfig, listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
-    """Return the address of each of `settings.hosts` for other messengers. One listener may serve all of
-    them."""
+    """Return the address of each of `settings.hosts` for other messengers.
+
+    One listener may serve all hosts.
+    """
     ports = [listener.getsockname()[1] for listener in listeners]
     return list(zip(settings.hosts, ports if len(ports) > 1 else ports * len(settings.hosts), strict=True))
 

@@ -10,9 +10,12 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _GRACE_S = 30.0
-"""Seconds that a transfer of any size may take."""
+"""Seconds that a transfer may take in addition to the time for its bytes."""
 _LEAST_BYTES_PER_S = 4 << 20
-"""Bytes a second of the slowest transfer: a transfer may take `_GRACE_S` plus its time at this speed."""
+"""Speed of the slowest permitted transfer, in bytes a second.
+
+A transfer may take `_GRACE_S` plus its time at this speed.
+"""
 _IDLE_S = 120.0
 """Seconds for which pages stay reserved for a silent client."""
 _WATCH_S = 5.0

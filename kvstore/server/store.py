@@ -121,8 +121,11 @@ class Store:
     # -- upkeep -----------------------------------------------------------------------------------
 
     async def tend(self, tasks: asyncio.TaskGroup) -> None:
-        """Until cancelled, expire leases and pins, free pages of former writers, and check all pages when the
-        pool is idle."""
+        """Do the upkeep until cancelled.
+
+        Leases and pins are expired, pages of former writers freed, and all pages checked when the pool is
+        idle.
+        """
         for writer in self.pool.former_writers:
             tasks.create_task(self._await_end(writer))
         seen = checked = self.pool.num_changes
@@ -137,12 +140,12 @@ class Store:
                 checked, next_check_s = seen, now_s + _CHECK_INTERVAL_S
 
     async def settle(self) -> None:
-        """Move the segment into huge pages, lock it in memory as far as the kernel allows, and then register
-        it for RDMA.
+        """Move the segment into huge pages, lock it in memory, and then register it for RDMA.
 
-        Registered memory cannot be moved any more, and huge pages are registered fast. All of this goes on
-        beside requests, at half speed unless RDMA waits for it, and takes minutes in a large segment. Raises
-        ConfigError if RDMA is demanded and the segment cannot be registered.
+        The segment is locked as far as the kernel allows. Registered memory cannot be moved any more, and
+        huge pages are registered fast. All of this goes on beside requests, and takes minutes in a large
+        segment. It goes on at half speed if there are no RDMA cards to wait for it. Raises ConfigError if
+        RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = was_moved = True

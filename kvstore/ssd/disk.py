@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 _GONE = (FREE, QUARANTINED)
 """The states of slots whose block cannot be found."""
 _USES = 1 << 62
-"""The bound of the last use that is read from a slab, which may be damaged: counting goes on from it."""
+"""The upper bound of the last use that is read from a slab.
+
+A damaged slab may give any number, and counting goes on from this number.
+"""
 _FIRST_PAUSE_S = 1.0
 """Seconds for which a disk is suspended after its first failure."""
 _LONGEST_PAUSE_S = 60.0
@@ -62,14 +65,14 @@ class Disk:
         self._threads = ThreadPoolExecutor(depth, thread_name_prefix=f"slab-{slab.path.parent.name}")
         self._num_idle_threads = depth
         self._queue: deque[asyncio.Future[None]] = deque()
-        """Futures of work that waits for a thread. Each is done when its work gets one."""
+        """Futures of work that waits for a thread. A future is done when its work gets a thread."""
         self._num_overdue = 0
         self._pause_s = _FIRST_PAUSE_S
 
     async def run(self, work: Callable[[], None]) -> None:
         """Run blocking work on the slab. Work that exceeds the deadline suspends the disk.
 
-        Not to be cancelled. Raises OSError, or Suspended if nothing was done.
+        The caller must not cancel the call. Raises OSError, or Suspended if the work was not begun.
         """
         await self._take_thread()
         loop = asyncio.get_running_loop()
@@ -96,8 +99,10 @@ class Disk:
             self._give_back_thread()
 
     async def _take_thread(self) -> None:
-        """Wait for a thread. This wait does not count against the deadline of the work, as other work causes
-        it."""
+        """Wait for a thread.
+
+        The wait is caused by other work, and does not count against the deadline of the work that waits.
+        """
         if self._num_idle_threads:
             self._num_idle_threads -= 1
         else:
@@ -162,7 +167,7 @@ class Disk:
         position: int,
         num_uses: int,
     ) -> None:
-        """Write a block and its record to the disk. Raises what `run` raises."""
+        """Write a block and its record to the disk. Raises the errors of `run`."""
         self._last_use += 1
         record = Record(key, checksums, self._last_use, position, num_uses)
         await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))

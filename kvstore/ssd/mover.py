@@ -1,9 +1,9 @@
 """The mover, which keeps pages free and moves blocks between the tiers, beside the requests.
 
-Below the low watermark the mover frees pages up to the high one, coldest first. A block that SSD holds is
-evicted at once, and so are all blocks without SSD or while every disk is suspended; other blocks are demoted,
-that is written to SSD first. A request that needs blocks from SSD waits only for their promotion, and for
-pages.
+When fewer pages are free than the low watermark, the mover frees pages up to the high watermark, coldest
+first. A block that SSD holds is evicted at once. Other blocks are demoted, that is written to SSD first.
+Without SSD, or while every disk is suspended, all blocks are evicted at once. A request that needs blocks
+from SSD waits only for their promotion, and for pages.
 
 Owns: demotions and promotions in flight, removal from all tiers. Does not know: requests, disks.
 """
@@ -27,13 +27,15 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
-"""Seconds between a demotion that no disk took and the next attempt."""
+"""Seconds of the pause after a demotion that no disk took."""
 
 
 @dataclass(slots=True, eq=False)
 class _Promotion:
-    """A promotion in flight. Its page is released when the load has ended and no request waits for the
-    block."""
+    """A promotion in flight.
+
+    Its page is released when the load has ended and no request waits for the block.
+    """
 
     reservation: PageReservation
     task: asyncio.Task[None] = field(init=False)
@@ -87,8 +89,10 @@ class Mover:
         self._promotions: dict[BlockKey, _Promotion] = {}
         self._wake = asyncio.Event()
         self._line = asyncio.Lock()
-        """Lock under which a request collects pages until it has enough: two requests that collect at the
-        same time would wait for each other."""
+        """Lock that a request holds while it collects the pages that it needs.
+
+        Two requests that collect at the same time would wait for each other.
+        """
         self.num_promotions = 0
 
     def wake(self) -> None:
@@ -110,7 +114,7 @@ class Mover:
         return min(max(self._high_watermark, self._pool.evictor.num_wanted), self._pool.table.num_pages)
 
     def make_room(self) -> None:
-        """Evict pages, or begin to demote them, until enough are free or no more can be begun now."""
+        """Evict pages, or begin to demote them, until enough pages are free or no demotion can begin now."""
         pool, evictor = self._pool, self._pool.evictor
         while pool.allocator.num_free + len(self._demoting) < self._num_target:
             page = pool.allocator.coldest()
@@ -131,8 +135,8 @@ class Mover:
             )
 
     async def flush(self, timeout_s: float) -> None:
-        """Write to SSD, for at most `timeout_s` seconds, the blocks that only DRAM has, most recently used
-        first.
+        """Write the blocks that only DRAM has to SSD, most recently used first, for at most `timeout_s`
+        seconds.
 
         Called before the process ends.
         """
@@ -199,7 +203,7 @@ class Mover:
         self.wake()
 
     def _stop_counting_on(self, page: int) -> None:
-        """Stop counting on a page whose disk hangs, perhaps for ever, so that other pages replace it."""
+        """Stop counting on a page whose disk hangs, so that another page is freed instead."""
         self._demoting.discard(page)
         self.wake()
 
@@ -213,8 +217,10 @@ class Mover:
         self.wake()
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block from every tier, and stop its demotion or promotion. Returns whether a tier had
-        it."""
+        """Remove a block from every tier, and stop its demotion or promotion.
+
+        Returns whether a tier had the block.
+        """
         if (promotion := self._promotions.pop(key, None)) is not None:
             promotion.is_current = False
         was_in_dram = self._pool.remove(key)
@@ -227,8 +233,9 @@ class Mover:
     async def keep_promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
         """Make a context in which the blocks of `keys` that any tier has are in DRAM and stay there.
 
-        Only as many blocks are promoted as there are pages and time for. `patiently`: wait also until other
-        requests release pages; otherwise only for pages that become free without a release.
+        Blocks stay on SSD if there are not enough pages, or if their promotion takes too long. `patiently`:
+        wait also for pages that other requests have to release; otherwise wait only for pages that become
+        free without a release.
         """
         claims = _Claims()
         try:
@@ -254,7 +261,7 @@ class Mover:
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to promote blocks for a future request, as far as there are pages now."""
+        """Begin to promote blocks for a future request, as many as there are pages for now."""
         if self._ssd is None:
             return
         pages = [page for key in keys if (page := self._pool.find(key)) is not None]
@@ -267,8 +274,10 @@ class Mover:
             self._pool.unhold(page, used=False)
 
     async def _claim(self, keys: Iterable[BlockKey], claims: _Claims, patiently: bool) -> None:
-        """Hold the blocks of `keys` that are in DRAM, and begin to promote those that are not. Waits for
-        pages as `keep_promoted` describes."""
+        """Hold the blocks of `keys` that are in DRAM, and begin to promote the other blocks.
+
+        Waits for pages as `keep_promoted` describes.
+        """
         assert self._ssd is not None
         # What is there comes first: else it might have to go to make room for the others.
         for key in sorted(dict.fromkeys(keys), key=lambda key: self._pool.find(key) is None):
@@ -289,8 +298,10 @@ class Mover:
                 claims.pages.append(page)
 
     def _begin(self, key: BlockKey) -> _Promotion | None:
-        """Begin to promote a block that SSD holds, and return the promotion; None if there is no page for
-        it."""
+        """Begin to promote a block that SSD holds.
+
+        Returns the promotion; None if there is no page for the block.
+        """
         assert self._ssd is not None
         try:
             reservation = self._pool.begin_promotion(key, self._ssd.position(key))

@@ -70,10 +70,10 @@ class Record(NamedTuple):
 
 
 class Slab:
-    """An open, locked slab. `slot_bytes` is the size of a slot: that of a block, rounded up to a multiple of
-    4096.
+    """An open, locked slab.
 
-    `table` has a page for each slot. The `PageAllocator` of a `Disk` adopts a copy of the table.
+    `slot_bytes` is the size of a slot: the size of a block, rounded up to a multiple of 4096. `table` has a
+    page for each slot. The `PageAllocator` of a `Disk` adopts a copy of the table.
     """
 
     def __init__(self, path: Path, header: SegmentHeader, table: PageTable, fd: int, lock_fd: int) -> None:
@@ -126,7 +126,7 @@ class Slab:
     def store(
         self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Write a block, and then its record if the block `is_wanted` still.
+        """Write a block, and then its record if `is_wanted` still says so.
 
         The slot's former block cannot be found meanwhile. `erase` removes the record again.
         """
@@ -256,7 +256,7 @@ def _check_space(directory: Path, size_bytes: int) -> None:
 
 
 def _open_slots(path: Path, header: SegmentHeader) -> int:
-    """Return a descriptor for the slots, past the page cache where the file system can."""
+    """Return a descriptor for the slots. It bypasses the page cache if the file system has O_DIRECT."""
     with contextlib.ExitStack() as undo:
         try:
             fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

@@ -211,14 +211,14 @@ class SsdTier:
                 disk.allocator.free(ended)
 
     def position(self, key: BlockKey) -> int:
-        """Return the index of a held block in the prompt that stored it."""
+        """Return the position (`Block.position`) of a block that this tier holds."""
         found = self._find(key)
         assert found is not None
         disk, slot = found
         return int(disk.allocator.table.positions[slot])
 
     def forget(self, key: BlockKey) -> bool:
-        """Remove a block from every disk. Returns whether it was there."""
+        """Remove a block from every disk. Returns whether a disk had the block."""
         if (write := self._writing.get(key)) is not None:
             write.is_wanted = False
             write.disk.slab.erase(write.slot, lambda: True)
@@ -251,8 +251,10 @@ class SsdTier:
             disk.drop(slot)
 
     def _num_copies(self, key: BlockKey) -> int:
-        """Return the number of disks that have a block: more than one if the block was stored again while
-        its disk was suspended."""
+        """Return the number of disks that have a block.
+
+        It is more than one if the block was stored again while its disk was suspended.
+        """
         return sum(key in disk.allocator.index for disk in self.disks)
 
     def _removed(self, key: BlockKey) -> None:

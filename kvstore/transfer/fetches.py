@@ -1,9 +1,8 @@
-"""Fetches: a reservation gets the blocks that it lacks from another messenger's pool, or from the pools of a
-group, each of which has a shard.
+"""Fetches: a reservation gets the blocks that it lacks from the pools of other messengers.
 
-The blocks come layer by layer, so that a prefill computes its first layers, and streams them on to the decode
-side, while later layers travel (Mooncake, sections 3 and 5.2). Pages are held until no transfer can write
-them.
+The source is one pool, or the pools of a group, each of which has a shard. The blocks come layer by layer. So
+a prefill computes its first layers, and streams them on to the decode side, while later layers travel
+(Mooncake, sections 3 and 5.2). Pages are held until no transfer can write them.
 
 Owns: which layers of one reservation have arrived. Does not know: connections, who waits.
 """
@@ -38,7 +37,7 @@ _SEVERAL_LAYERS_BYTES = 512 << 10
 _SETTLING_S = 0.1
 """Seconds in which a stopped fetch may end its writes. Afterwards the blocks get other pages."""
 _FEWEST_STEPS = 4
-"""The fewest steps in which a few blocks are fetched, unless there are fewer layers."""
+"""The least number of steps in which the layers are fetched, if the model has as many layers."""
 _SIGN_OF_LIFE_S = 0.2
 """Seconds between two checks whether bytes arrive, while a request is being answered."""
 
@@ -84,7 +83,7 @@ class BlockFetch:
         if len(self._pages) < len(indices):
             raise PoolError("a fetch names a block twice")
         self._num_layers = 0
-        """Number of layers that have arrived of all wanted blocks."""
+        """Number of leading layers that all wanted blocks have."""
         self._said = self._num_wanted, self._num_layers
         """Arguments of the latest call of `on_layers`."""
         self._streaming: asyncio.Task[None] | None = None
@@ -121,7 +120,7 @@ class BlockFetch:
         """Run the fetch until nothing more arrives, and no source writes the pages of `blocks`.
 
         A source that fails ends the fetch without an error. If a source hangs when the fetch is stopped, the
-        blocks that have not arrived get other pages; raises PoolFullError if there are none.
+        blocks that have not arrived get other pages; raises PoolFullError if there are no other pages.
         """
         if self._is_stopped:  # before it has begun
             return
@@ -260,7 +259,8 @@ def _num_received_bytes(peers: Sequence[OutgoingSession]) -> int:
 
 
 async def _end(asking: Sequence[_Asking]) -> None:
-    """Cancel tasks, and wait until none of them writes any more, even if the waiter is cancelled."""
+    """Cancel tasks, and wait until none of them writes any more, even if the caller is cancelled
+    meanwhile."""
     for task in asking:
         task.cancel()
     while not all(task.done() for task in asking):

@@ -68,8 +68,8 @@ class Grants:
     ) -> None:
         """Make an object without grants.
 
-        `copy_table` shows peers on this host to which grants they may write; None if they cannot write
-        themselves.
+        `copy_table` tells peers on this host which grants they may write to by themselves. It is None if such
+        peers cannot write by themselves.
         """
         self._pool = pool
         self._segment = segment
@@ -200,8 +200,10 @@ class Grants:
         return view
 
     def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
-        """Drop the block and fail the grant, as a write's place holds other bytes. Returns the refusal of the
-        write."""
+        """Fail the grant and drop the block, as other bytes than a write's are in place already.
+
+        Returns the refusal of the write.
+        """
         self._pool.drop(page)
         reason = f"{what} are there already, and differ"
         self._fail(grant, reason)
@@ -276,10 +278,10 @@ class Grants:
         return grant
 
     def _new_id(self) -> int:
-        """Return a random id for a grant, opened to writers of this host if the copy table has a free entry.
+        """Return a random id for a grant, and enter the id in the copy table for writers of this host.
 
-        Without an entry, writers of this host leave the copying to this messenger, like writers without a
-        copy slot. Ids are random, so that ids of an earlier life of this messenger are unknown.
+        If the table has no free entry, writers of this host leave the copying to this messenger, like writers
+        without a copy slot. Ids are random, so that ids of an earlier life of this messenger are unknown.
         """
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)
@@ -295,8 +297,10 @@ class Grants:
         return grant_id
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
-        """Close a grant to writers of this host, and hold its pages while one of them may still be
-        copying."""
+        """Close a grant to writers of this host.
+
+        Its pages are held while such a writer may still be copying.
+        """
         if self._copy_table is None:
             return
 

@@ -1,10 +1,10 @@
 """Layers of granted pages that arrive as ranges of heads, from several senders with other shards.
 
 A rank of a tensor-parallel group sends the heads that it has. The layer has arrived when the heads of all
-ranks have.
+ranks have arrived.
 
-Invariants of each layer that is known here (it has begun to arrive in parts and is not complete): at least
-one head has arrived or is being received, and for no head both are true.
+A layer is known here from its first part until it is complete. Invariants of a known layer: at least one head
+has arrived or is being received, and for no head both are true.
 
 Owns: which heads of such layers have arrived. Does not know: bytes, grants, layers that arrive whole.
 """
@@ -41,8 +41,10 @@ class PartialLayers:
         return known is not None and not _mask(heads) & ~known.arrived
 
     def begin(self, page: int, layer: int, heads: range) -> bool:
-        """Begin to receive these heads. Returns False, and changes nothing, if any of them was begun
-        before."""
+        """Begin to receive these heads.
+
+        Returns False, and changes nothing, if any of them was begun before.
+        """
         known = self._layers.get((page, layer))
         if known is None:
             known = self._layers[page, layer] = _Layer()
@@ -54,7 +56,7 @@ class PartialLayers:
     def complete(self, page: int, layer: int, heads: range) -> bool:
         """Record that these heads have arrived.
 
-        Returns whether the layer is complete now, and so is forgotten.
+        Returns whether the layer is complete now. A complete layer is forgotten.
         """
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
@@ -65,8 +67,10 @@ class PartialLayers:
         return True
 
     def abandon(self, page: int, layer: int, heads: range) -> bool:
-        """Stop receiving these heads. Returns whether the layer is forgotten: no other head of it has arrived
-        or is being received."""
+        """Stop receiving these heads. Returns whether the layer is forgotten.
+
+        A layer is forgotten if no other head has arrived or is being received.
+        """
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
         if known.arrived or known.receiving:

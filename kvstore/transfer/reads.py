@@ -18,7 +18,7 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 log = logging.getLogger(__name__)
 
 _LEASE_S = 60.0
-"""Seconds of a read's lease. A reader that takes longer detects by the checksums that its blocks are gone."""
+"""Seconds of a read's lease. A longer read detects by the checksums that its blocks are gone."""
 
 
 class Reads:
@@ -57,7 +57,7 @@ class Reads:
         return len(there)
 
     def verify(self, keys: Sequence[BlockKey], layers: range) -> None:
-        """Drop those of these blocks that are damaged in `layers`."""
+        """Verify `layers` of these blocks, and drop damaged blocks."""
         positions = self._segment.layout.positions(layers)
         for key in keys:
             page = self._pool.find(key)

@@ -35,8 +35,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Target:
-    """A local block and its remote page. `submitted` is a mask of the layers that were handed to the
-    transfer, or are not to be sent."""
+    """A local block and its remote page.
+
+    `submitted` is a mask of the layers that were handed to the transfer, or are not to be sent.
+    """
 
     block: Block
     page: GrantedPage
@@ -85,8 +87,10 @@ class Sends:
             send.wake()
 
     async def wait(self, reservation_id: int) -> None:
-        """Wait until all layers are acknowledged. Raises TransferError if the send fails, PoolError if the
-        reservation is not being sent."""
+        """Wait until all layers are acknowledged.
+
+        Raises TransferError if the send fails, PoolError if the reservation is not being sent.
+        """
         if reservation_id not in self._of:
             raise PoolError(f"reservation {reservation_id} is not being sent")
         for send, _ in list(self._of[reservation_id]):
@@ -124,8 +128,10 @@ class Send:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unplaced = 0
-        """Numbers of layers of all blocks that are still to be submitted, and that are not in their remote
-        pages yet. Both are 0 until the receiver's shard is known."""
+        """Numbers of layers to submit, and of layers that are not in their remote pages yet, over all blocks.
+
+        Both are 0 until the receiver's shard is known.
+        """
         self._heads: range | None = None
         """Heads of the model that are sent; None if the receiver has the same heads as this pool."""
         self._layer_bytes = segment.layout.layer_bytes
@@ -160,8 +166,10 @@ class Send:
             self.finish(None)
 
     def _plan(self, theirs: KVLayout) -> None:
-        """Plan the layers and heads to send to a receiver with the shard `theirs`: none if the shards have
-        nothing in common."""
+        """Plan the layers and heads to send to a receiver with the shard `theirs`.
+
+        Nothing is sent if the shards have nothing in common.
+        """
         ours = self._segment.layout
         layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
         if not layers or not heads:
@@ -191,7 +199,7 @@ class Send:
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
     def _take_ready(self, frame_bytes: int) -> list[_Range]:
-        """Return the layers of the next frame, up to its limits: those committed and not yet submitted."""
+        """Return committed layers that are not submitted yet, as many as fit into the next frame."""
         ranges: list[_Range] = []
         if not self._num_unsubmitted:
             return ranges
@@ -221,10 +229,10 @@ class Send:
         )
 
     def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
-        """Yield an entry for each layer: in one of the two pools other heads lie between the sent heads of
-        two layers.
+        """Yield an entry for each layer of a range. Raises TransferError for a damaged page.
 
-        Raises TransferError for a damaged page.
+        An entry has one layer only, as in one of the two pools other heads lie between the sent heads of two
+        layers.
         """
         segment, granted, part = self._segment, r.target.page, self._segment.layout.head_positions(heads)
         checksums = self._pool.table.checksums(r.page, r.layers)

@@ -23,12 +23,15 @@ class Overlap(NamedTuple):
     layers: range
     heads: range
     has_same_heads: bool
-    """Whether the member has the same heads as this pool: then consecutive layers are one byte range in both
-    pools."""
+    """Whether the member has the same heads as this pool.
+
+    If so, consecutive layers are one byte range in both pools.
+    """
 
 
 def overlaps(ours: KVLayout, group: Sequence[PoolShard]) -> list[Overlap]:
-    """Return the overlap of this pool's shard with each member's, without members that have nothing of it.
+    """Return the overlaps of this pool's shard with the members' shards. Members without an overlap are left
+    out.
 
     Raises TransferError unless every head of every layer of `ours` is in exactly one shard of `group`.
     """

@@ -1,4 +1,4 @@
-"""The identity of LoRA adapters, for which their names are not enough.
+"""The identity of LoRA adapters: a digest of their files, as a name is not unique.
 
 Owns: digests of adapters that were seen. Does not know: who asks.
 """
@@ -11,17 +11,17 @@ _PATTERNS = ("adapter_config.json", "*.safetensors", "*.bin")
 
 
 class Adapters:
-    """The digests of a server's LoRA adapters, by vLLM's number, which an adapter keeps while loaded."""
+    """The digests of a server's LoRA adapters, by the number that vLLM gives to a loaded adapter."""
 
     def __init__(self) -> None:
         self._digests: dict[int, str | None] = {}
 
     def digest(self, lora_request: Any | None) -> str | None:
-        """Return the digest of a request's adapter: empty without an adapter, None if the request's blocks
-        are not shared.
+        """Return the digest of a request's adapter: empty without an adapter, None for an adapter without
+        identity.
 
-        Blocks are not shared for adapters without files on this host, and for adapters that are replaced in
-        place.
+        An adapter has no identity if its files are not on this host, or if it is replaced in place. Blocks of
+        requests with such an adapter are not shared.
         """
         if lora_request is None:
             return ""
@@ -34,7 +34,8 @@ class Adapters:
 
 
 def directory_digest(directory: Path) -> str | None:
-    """Return the SHA-256 of an adapter's configuration and weights; None if they cannot be read."""
+    """Return the SHA-256 of an adapter's configuration and weights; None if files are missing or
+    unreadable."""
     digest = hashlib.sha256()
     try:
         files = sorted({path for pattern in _PATTERNS for path in directory.glob(pattern)})

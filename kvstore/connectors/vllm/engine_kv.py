@@ -67,7 +67,8 @@ class EngineKV:
         return self.checkpoint.fingerprint(self.dtype, block_size)
 
     def check_block_size(self, block_size: int) -> None:
-        """Check that a block has whole pages, or a page whole blocks. Raises MismatchError."""
+        """Check that a block is a whole number of pages, or a page a whole number of blocks. Raises
+        MismatchError."""
         if self.page_tokens % block_size and block_size % self.page_tokens:
             raise MismatchError(
                 "block size",
@@ -80,7 +81,7 @@ class EngineKV:
 def check_layout(ours: KVLayout, theirs: KVLayout, advice: str) -> None:
     """Check that two layouts differ at most in the block size.
 
-    Raises MismatchError that names the first field in which they differ otherwise.
+    Raises MismatchError, which names the first other field in which the layouts differ.
     """
     for field in _LAYOUT_FIELDS:
         if getattr(ours, field) != getattr(theirs, field):
@@ -114,7 +115,7 @@ def _refuse_conversions(vllm_config: Any) -> None:
 def _one_group(groups: Sequence[Any]) -> tuple[Any, list[str]]:
     """Return the spec and layer names of the only KVCache group.
 
-    Raises ConfigError for other kinds of KVCache.
+    Raises ConfigError if there are several groups, or if the group is not one of full attention.
     """
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if kinds != ["FullAttentionSpec"]:
@@ -129,8 +130,7 @@ def _one_group(groups: Sequence[Any]) -> tuple[Any, list[str]]:
 
 
 def _with_overrides(checkpoint: Checkpoint, overrides: object) -> Checkpoint:
-    """Return the checkpoint with vLLM's overrides of its configuration: with overrides it is another
-    model."""
+    """Return the checkpoint with vLLM's overrides of its configuration. Overrides make it another model."""
     if not overrides:
         return checkpoint
     if not isinstance(overrides, dict):

@@ -1,8 +1,8 @@
-"""Random generators for CPUs that vLLM can set back, as its generators for GPUs.
+"""Random generators for CPUs that vLLM can rewind, as it rewinds generators for GPUs.
 
-A request with a seed has a generator of its own. vLLM also draws a token behind each part of a prompt, throws
-it away, and sets the generator back by the offset of that draw. Generators for CPUs have no offset: vLLM 0.32
-then ends with `CPU Generator does not use offset`, and so do all requests of the server.
+A request with a seed has a generator of its own. vLLM draws a token behind each part of a prompt, discards
+this token, and rewinds the generator by the offset of the draw. Generators for CPUs have no offset: vLLM 0.32
+then ends with `CPU Generator does not use offset`, and all requests of the server end with it.
 
 Owns: the generators' states at the beginning of a step. Does not know: requests. Loads torch.
 """
@@ -17,17 +17,19 @@ _in_use = weakref.WeakSet["RewindableGenerator"]()
 
 
 class _AnyGenerator(type(_PlainGenerator)):  # type: ignore[misc]
-    """A metaclass by which `isinstance(x, torch.Generator)` is also true of generators made before the class
-    was replaced."""
+    """A metaclass for `isinstance(x, torch.Generator)` after the class `torch.Generator` was replaced.
+
+    Generators that were made before are instances of the new class, too.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _PlainGenerator)
 
 
 class RewindableGenerator(_PlainGenerator, metaclass=_AnyGenerator):
-    """A generator that is set back to the beginning of the step, whatever the offset.
+    """A generator that `set_offset` rewinds to the beginning of the step, whatever the offset.
 
-    vLLM draws once in a step, and sets the generator back by one draw.
+    This is enough for vLLM, which draws once in a step and rewinds by one draw.
     """
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -35,7 +37,7 @@ class RewindableGenerator(_PlainGenerator, metaclass=_AnyGenerator):
         _in_use.add(self)
 
     def manual_seed(self, seed: int) -> "RewindableGenerator":
-        """Begin anew with `seed`."""
+        """Seed the generator, and keep the new state for `set_offset`."""
         super().manual_seed(seed)
         self.keep_state()
         return self
@@ -45,11 +47,11 @@ class RewindableGenerator(_PlainGenerator, metaclass=_AnyGenerator):
         self._before = self.get_state()
 
     def get_offset(self) -> int:
-        """Return any number, as `set_offset` needs none."""
+        """Return 0, as `set_offset` ignores the offset."""
         return 0
 
     def set_offset(self, offset: int) -> "RewindableGenerator":
-        """Return to the state that was kept."""
+        """Restore the state that was kept last."""
         self.set_state(self._before)
         return self
 

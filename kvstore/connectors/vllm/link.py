@@ -23,11 +23,13 @@ _ADVICE = "give each model its own pool"
 class PoolLink:
     """A client of the pools, made when one of them answers. The owner must call `close`.
 
-    Raises permanent errors: ConfigError, MismatchError. It is no error that no pool answers.
+    The link raises only errors that will last: ConfigError, MismatchError. If no pool answers, the link
+    retries and raises no error.
     """
 
     def __init__(self, settings: ConnectorSettings, engine: EngineKV, *, speaks: bool) -> None:
-        """Connect, or begin to retry. `speaks`: whether this side of the connector logs for the user."""
+        """Connect, or begin to retry. `speaks`: whether this side of the connector logs warnings for the
+        user."""
         self._settings, self._engine = settings, engine
         self._level = logging.WARNING if speaks else logging.DEBUG
         self.pool: KVCachePool | None = None

@@ -13,8 +13,8 @@ from mooncake.messages.blocks import BlockKey
 class PlacedBlock:
     """A block of the pool, and the engine's pages that have its tokens.
 
-    If pages are larger than blocks, there is one page, and the block is part number `part` of the page. Else
-    `part` is 0, and there may be several pages; pages that are not to be loaded are None.
+    If pages are larger than blocks, there is one page, and the block is part number `part` of this page. Else
+    `part` is 0, and there may be several pages. None stands for a page that is not to be loaded.
     """
 
     key: BlockKey
@@ -29,7 +29,7 @@ def pages_of(blocks: Iterable[PlacedBlock]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The blocks for which a request waits."""
+    """Blocks of the pool to load for a request, which waits for them."""
 
     request_id: str
     blocks: list[PlacedBlock]
@@ -49,16 +49,20 @@ class StorePlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan of one step: the loads that begin with it, the blocks that it completes, and the requests that
-    were preempted or finished since the step before."""
+    """The plan of one step: blocks to load and to store, and requests that have lost or end with their pages.
+
+    A step begins the loads, and completes the blocks that are stored after it.
+    """
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     """Requests that have lost their pages, which this step may give to other requests."""
     finished: dict[str, int] = field(default_factory=dict)
-    """Finished requests, with the number of pages that each keeps until the worker's side reports the stores'
-    end."""
+    """Finished requests since the last step, with their numbers of pages.
+
+    Each request keeps its pages until the worker's side reports that its stores have ended.
+    """
     needs_pages: bool = False
     """Whether the engine waits for pages of finished requests."""
 
@@ -75,7 +79,8 @@ def place_blocks(
 
     Args:
         keys: The keys of the request's leading blocks.
-        tokens: The tokens to place: whole blocks, or whole pages. Pages with other tokens are left out.
+        tokens: The tokens to place: whole blocks, or whole pages. A page with tokens outside this range is
+            None.
         pages: The engine's pages of the request, from its first token on.
         block_size: The tokens of a block of the pool.
         page_tokens: The tokens of a page. Either of `block_size` and `page_tokens` is a multiple of the

@@ -1,8 +1,8 @@
 """The scheduler's side: which blocks of a request are in the pool, and what each step loads and stores.
 
-Requests are vLLM's. Their id, tokens, salt, adapter and number of computed tokens are used. Searches run
-beside the scheduler, which asks again until a search has ended, and blocks on SSD are promoted meanwhile.
-Found blocks are leased until they are loaded.
+Of a request of vLLM this side reads id, tokens, salt, adapter and number of computed tokens. Searches run in
+threads of their own. A search also promotes blocks from SSD, and leases the found blocks until they are
+loaded. The scheduler asks again until the search has ended.
 
 Owns: the keys of running requests, searches, leases. Does not know: vLLM's classes, pages' bytes.
 """
@@ -21,14 +21,16 @@ from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey, client_salt, extended_keys, root_key
 
 ROOT_KEY = "root_key"
-"""The key in `kv_transfer_params` of the root key: the parent of a request's first block, in hexadecimal
-digits."""
+"""The name in `kv_transfer_params` under which a request gives its root key, in hexadecimal digits.
+
+The root key is the parent of the first block's key.
+"""
 _NUM_SEARCHES = 8
 """The most searches that run at the same time."""
 _AT_ONCE_S = 0.02
 """Seconds for which the scheduler waits for a search. Most take less than a millisecond."""
 _LONGEST_SEARCH_S = 3.0
-"""Seconds after which a search is given up, and the request computed."""
+"""Seconds after which a search is given up. The request is computed then."""
 _LEASE_S = 30.0
 _PAUSE_S = 1.0
 """Seconds without searches after a search that reached no pool."""
@@ -55,19 +57,19 @@ class _Search:
     result: "Future[FoundPrefix]"
 
     def end(self) -> None:
-        """End the search and its lease, now or when a pending answer arrives."""
+        """End the search. Its lease ends at once, or as soon as a pending search has taken it."""
         self.result.add_done_callback(_end_found)
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """A request whose blocks may be shared. Invariant: `0 <= num_stored <= len(keys)`."""
+    """A request whose blocks may be loaded or stored. Invariant: `0 <= num_stored <= len(keys)`."""
 
     request: Any
     root: BlockKey
     keys: list[BlockKey] = field(default_factory=list)
     num_stored: int = 0
-    """Leading blocks that the pool has, or gets with a planned step."""
+    """Number of leading blocks that the pool has, or will get with a planned step."""
     search: _Search | None = None
     num_local_tokens: int = 0
     """Tokens that the engine's own prefix cache had when the engine asked."""
@@ -117,7 +119,8 @@ class SchedulerSide:
     # -- finding ----------------------------------------------------------------------------------
 
     def num_new_matched(self, request: Any, num_local_tokens: int) -> int | None:
-        """Return how many tokens behind `num_local_tokens` can be loaded; None while the search goes on."""
+        """Return how many tokens after the first `num_local_tokens` can be loaded; None while the search goes
+        on."""
         tracked = self._track(request)
         if tracked is None or not self._loads or not tracked.may_load:
             return 0
@@ -134,8 +137,10 @@ class SchedulerSide:
         return max(0, num_tokens // self._page_tokens * self._page_tokens - num_local_tokens)
 
     def _found(self, tracked: _Tracked, num_tokens: int) -> FoundPrefix | None:
-        """Return the result of a request's search, which this call begins if need be; None while the search
-        goes on."""
+        """Return the result of a request's search; None while the search goes on.
+
+        If the request has no search, the call begins one.
+        """
         now_s = time.monotonic()
         if tracked.search is not None and now_s - tracked.search.begun_s > _LEASE_S / 2:
             self._end_search(tracked)  # its lease may end before the load
@@ -187,7 +192,8 @@ class SchedulerSide:
     ) -> StepPlan:
         """Return the plan of a step that computes `num_scheduled` tokens of each request.
 
-        `preempted`: requests that have lost their pages since the last step, and start from the beginning.
+        `preempted`: requests that have lost their pages since the last step, and will be computed from their
+        first token on.
         """
         plan = StepPlan(
             self._new_loads, preempted=set(preempted), finished=self._kept, needs_pages=self._needs_pages
@@ -305,7 +311,7 @@ class SchedulerSide:
 
 
 def _root(given: object) -> BlockKey:
-    """Return the root key that a request names, which is a secret of its tenant like `cache_salt`."""
+    """Return the root key that a request names. Like `cache_salt`, it is a secret of the request's tenant."""
     return bytes.fromhex(str(given))
 
 

@@ -1,9 +1,8 @@
-"""Loads: verified blocks of the pool are copied to the engine's pages, beside the computation of other
-requests.
+"""Loads: verified blocks of the pool are copied to the engine's pages, while other requests are computed.
 
-A request that loads is not computed before all of its blocks are in their pages, and no other request finds
-these pages before. Blocks that cannot be loaded are reported, and computed. A load that takes too long is
-given up and writes no page after that, as the engine may give the pages to other requests.
+A request is not computed before all blocks of its load are in their pages. Until then no other request can
+find these pages. Blocks that cannot be loaded are reported, and computed. A load that takes too long is given
+up and writes no page after that, as the engine may give the pages to other requests.
 
 Owns: loads in progress, their deadline. Does not know: requests, how blocks are found.
 """
@@ -24,7 +23,7 @@ _NUM_THREADS = 2
 _GROUP_BYTES = 32 << 20
 """The most bytes of layers that one call copies, unless a single layer of all blocks is more.
 
-Between two calls a load waits for the interpreter, which the engine's loop keeps busy.
+Between two calls a load waits for Python's interpreter lock, which the engine's loop keeps busy.
 """
 _GRACE_S = 5.0
 _SLOW_BYTES_PER_S = 50e6

@@ -1,4 +1,4 @@
-"""Copies between an engine's pages and blocks of the pool: gathers, for any order of a page's elements.
+"""Copies between an engine's pages and blocks of the pool, for any order of a page's elements.
 
 A layer of a block is `[kv_head][K, V][token][head_dim]`. An attention backend may keep keys transposed or
 packed; `Orders` says where each element of a page is. Blocks and pages with different numbers of tokens are
@@ -122,7 +122,7 @@ def copy_indexed(
 ) -> None:
     """Copy pieces: element i of a piece goes from offset `source_order[i]` to offset `target_order[i]`.
 
-    Other threads run meanwhile, as all pieces are copied by one call.
+    One call of the compiled code copies all pieces, and other threads run meanwhile.
     """
     if not len(targets):
         return

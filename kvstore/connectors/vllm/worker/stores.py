@@ -1,9 +1,10 @@
 """Stores: complete blocks are copied to the pool beside the computation, which never waits for a store.
 
 A complete block does not change as long as its request has its pages. So blocks are collected over some steps
-and copied by a thread, while their request runs and for a moment after. Blocks that would keep pages longer,
-or keep too many, are not stored, and the next request computes them. After a failure of the pool (full,
-silent or gone) nothing is stored for a while.
+and copied by a thread, while their request runs and for a moment after. A finished request keeps its pages
+for this moment. Blocks are not stored if their pages would be kept for longer, or if too many pages would be
+kept; the next request computes these blocks. After a failure of the pool (full, silent or gone) nothing is
+stored for a while.
 
 Owns: blocks that wait to be stored, pages that are kept for them. Does not know: which blocks are complete.
 """
@@ -43,7 +44,7 @@ _PAUSE_S = 1.0
 
 
 class _GivenUpError(Exception):
-    """Pages of the call must not be read any more, so the call ends."""
+    """An error that ends a call to the pool whose pages must not be read any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class WorkerStores:
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
         self._pool, self._pages = pool, pages
         self._changed = threading.Condition()
-        """Condition variable of all following attributes, up to `_reading`."""
+        """Condition variable that protects all following attributes, up to `_reading`."""
         self._queue: deque[_Waiting] = deque()
         self._batch: list[_Waiting] = []
         """Blocks of the call in progress."""
@@ -80,12 +81,14 @@ class WorkerStores:
         self._kept: dict[str, _Kept] = {}
         """Finished requests that keep pages, the oldest first."""
         self._incomplete: set[str] = set()
-        """Running requests of which a block was not stored. Their later blocks are not stored either, as no
-        request could use later blocks without that block."""
+        """Running requests of which a block was not stored.
+
+        Their later blocks are not stored either, as no request could use them without the missing block.
+        """
         self._resume_s = 0.0
         self._is_closed = False
         self._reading = threading.Lock()
-        """Lock of the engine's pages, while they are read."""
+        """Lock that is held while the engine's pages are read."""
         threading.Thread(target=self._serve, name="mooncake-store", daemon=True).start()
 
     def add(self, stores: Iterable[StorePlan]) -> None:
@@ -101,8 +104,8 @@ class WorkerStores:
             self._changed.notify()
 
     def finish(self, num_pages: Mapping[str, int]) -> None:
-        """Record that requests have finished, and keep `num_pages` pages of each until `take_ended` returns
-        the request."""
+        """Record that requests have finished. Each keeps `num_pages` pages until `take_ended` returns the
+        request."""
         due_s = time.monotonic() + _KEEP_S
         with self._changed:
             for request_id, num in num_pages.items():
@@ -111,7 +114,10 @@ class WorkerStores:
             self._changed.notify()
 
     def take_ended(self, *, needs_pages: bool) -> set[str]:
-        """Return finished requests whose pages are no longer read; all of them if the engine needs pages."""
+        """Return the finished requests that need their pages no longer.
+
+        `needs_pages`: give up the stores of all finished requests, so that all of them are returned.
+        """
         if not self._kept:
             return set()
         self.give_up(set(self._kept) if needs_pages else self._too_many())
@@ -182,7 +188,7 @@ class WorkerStores:
     def _next_batch(self) -> list[_Waiting]:
         """Wait for enough blocks for a call, and return them: blocks with distinct keys.
 
-        Returns an empty list when no more will come.
+        Returns an empty list after `close`.
         """
         most = max(1, _BATCH_BYTES // self._pages.layout.block_bytes)
         with self._changed:
