@@ -11,7 +11,7 @@ from messenger.transport.tls import Tls
 from mooncake.config.settings import Config
 
 _SOON_S = 14 * 86400.0
-"""Seconds before the end of a certificate from which on the check warns: two weeks."""
+"""The check warns if a certificate ends within this many seconds: two weeks."""
 
 
 def tls(config: Config, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:

@@ -34,9 +34,9 @@ from mooncake.errors import ConfigError
 from mooncake.security.keys import ClusterKey
 
 _COMPILING_S = 120.0
-"""Seconds for a check that compiles all C++ files."""
+"""Time limit in seconds of a check that compiles all C++ files."""
 _MEASURING_S = 60.0
-"""Seconds for a check that measures bandwidth over all paths."""
+"""Time limit in seconds of a check that measures bandwidth over all paths."""
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
@@ -145,7 +145,8 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line of the report."""
+    """Return the last line of the report: the numbers of failures and warnings, and the finding to begin
+    with."""
     num_failed, num_warnings = (
         sum(finding.level is level for finding in findings) for level in (Level.FAIL, Level.WARN)
     )
@@ -181,7 +182,10 @@ def _ask_for_kernels() -> str:
 
 
 async def _rdma_cards(settings: MessengerConfig) -> Cards:
-    """Return the RDMA cards that a messenger would use; none if they cannot be used: other checks say why."""
+    """Return the RDMA cards that a messenger would use.
+
+    Returns no cards if they cannot be used; other checks say why.
+    """
     try:
         cards = open_cards(settings)
         await cards.register(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))

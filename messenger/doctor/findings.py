@@ -11,7 +11,7 @@ from enum import IntEnum
 from mooncake.errors import MooncakeError
 
 QUICK_S = 5.0
-"""Seconds for a check that reads files and runs one or two commands."""
+"""Time limit in seconds of a check that reads files and runs one or two commands."""
 
 
 class Level(IntEnum):

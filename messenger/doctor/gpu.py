@@ -44,8 +44,10 @@ def gpus(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def peer_memory(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about direct access of RDMA cards to GPU memory (GPUDirect); none without card or GPU
-    driver."""
+    """Yield findings about direct access of RDMA cards to GPU memory (GPUDirect).
+
+    Yields nothing without RDMA card or GPU driver.
+    """
     version = machine.read("proc/driver/nvidia/version")
     if version is None or not machine.names(DEVICES):
         return

@@ -44,8 +44,10 @@ def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) ->
 
 
 def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator[Finding]:
-    """Yield findings about the compilation and loading of every C++ file. The first time takes some
-    seconds."""
+    """Yield findings about the compilation and loading of every C++ file.
+
+    The first compilation takes some seconds.
+    """
     for source in sources:
         try:
             load(source)
@@ -171,8 +173,10 @@ def _available_bytes(machine: Machine) -> int | None:
 
 
 def _group_bytes(machine: Machine) -> int | None:
-    """Return the bytes of memory left in the tightest control group above this process; None without a
-    limit."""
+    """Return the bytes of memory left in the tightest control group of this process.
+
+    Returns None without a limit.
+    """
     rooms = []
     for line in (machine.read("proc/self/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)

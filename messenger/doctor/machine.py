@@ -1,4 +1,4 @@
-"""The machine, as checks access it. Tests use file trees as machines.
+"""The machine that the checks examine. In tests a file tree stands for a machine.
 
 Owns: reading of procfs, sysfs and /dev, commands with a deadline, questions to the network stack. Does not
 know: the meaning of the answers.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from messenger.rdma.topology import read_line
 
 COMMAND_TIMEOUT_S = 2.0
-"""Seconds for a command; a check may run two."""
+"""Time limit of a command in seconds; a check may run two commands."""
 _CAP_NET_BIND_SERVICE = 10
 _CAP_IPC_LOCK = 14
 

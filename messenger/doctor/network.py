@@ -21,7 +21,7 @@ OUR_MODULES = (
 )
 _LISTEN = "0A"
 _WANTED_BUFFER_BYTES = 4 << 20
-"""Bytes of a TCP buffer that fill 10 Gbit/s over 3 ms."""
+"""Bytes of a TCP buffer that suffices for 10 Gbit/s with a round-trip time of 3 ms."""
 _LOWEST_USER_PORT = 1024
 
 
@@ -122,9 +122,10 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
 
 
 def _trouble(machine: Machine, host: str, *, is_alone: bool, is_own: bool) -> tuple[Level, str] | None:
-    """Return why other nodes cannot use an address; None if they can, or if there are no other nodes.
+    """Return why other nodes cannot use an address; None if they can.
 
-    `is_own`: whether the address has to be one of this machine's.
+    `is_own`: whether the address has to be an address of this machine. If `is_alone`, there are no other
+    nodes, and a loopback address is no fault.
     """
     try:
         found = machine.resolve(host)

@@ -25,7 +25,7 @@ from mooncake.errors import TransferError
 from mooncake.security.keys import ClusterKey
 
 _TIMEOUT_S = 5.0
-"""Seconds for a connection; also the seconds for an acknowledgement."""
+"""Time limit in seconds of a connection, and of an acknowledgement."""
 _PIECE_BYTES = 2 << 20
 """Bytes of one probe: half of a frame, so that two probes are in flight."""
 
@@ -71,7 +71,7 @@ class ProbeClient:
         return self._cards.names
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """Return the measured bytes a second of `num_bytes` written by RDMA, into memory that is never
+        """Return the measured bytes a second of an RDMA write of `num_bytes`, into memory that is never
         read."""
         card = await self._cards.card(nic)
         with contextlib.closing(card.endpoint(str(self._path))) as endpoint:

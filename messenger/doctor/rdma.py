@@ -20,7 +20,7 @@ CONTAINER_FLAGS = "--network host --device /dev/infiniband --cap-add IPC_LOCK --
 _MELLANOX = "0x15b3"
 _ROCE_V2 = "RoCE v2"
 _ROCE_HEADER_BYTES = 96
-"""Bytes of the largest headers for which drivers leave room between the MTUs of the interface and of RoCE."""
+"""Bytes that drivers leave for the largest headers, between RoCE's MTU and the interface's MTU."""
 _ROCE_MTUS = (4096, 2048, 1024, 512, 256)
 _WANTED_INTERFACE_MTU = 4200
 """Bytes of an interface's MTU that leave room for 4,096 bytes of payload and RoCE's headers."""

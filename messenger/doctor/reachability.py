@@ -18,11 +18,11 @@ from mooncake.errors import ConfigError, MooncakeError
 NUM_CONNECTS = 5
 """The number of connections whose median time is reported."""
 CONNECT_TIMEOUT_S = 1.5
-"""Seconds for one connection: a lost first packet is sent again after one second."""
+"""Time limit of one connection in seconds. A lost first packet is sent again after one second."""
 HANDSHAKE_TIMEOUT_S = 5.0
-"""Seconds for a handshake, the default of `messenger.connect_timeout_s`."""
+"""Time limit of a handshake in seconds, the default of `messenger.connect_timeout_s`."""
 BANDWIDTH_TIMEOUT_S = 10.0
-"""Seconds for one measurement, which takes half a second on a working path."""
+"""Time limit of one measurement in seconds. A measurement takes half a second on a working path."""
 FIRST_BYTES = 8 << 20
 """Bytes of the first measurement, whose result sets the size of the second."""
 MOST_BYTES = 1 << 30
@@ -87,7 +87,7 @@ def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def way(machine: Machine, peer: PeerAddress, open_it: OpenProbe) -> Iterator[Finding]:
-    """Yield findings about the connection to the peer and, if it comes up, about its bandwidth."""
+    """Yield findings about the connection to the peer and, if the connection is made, about its bandwidth."""
     is_open = True
     for finding in connection(machine, peer):
         is_open &= finding.level is not Level.FAIL
@@ -157,7 +157,7 @@ def _sizes(connected: socket.socket) -> tuple[int, int]:
 def _packets(
     machine: Machine, family: socket.AddressFamily, address: str, mtu: int, segment_bytes: int
 ) -> Iterator[Finding]:
-    """Yield findings about large packets that are lost on the path.
+    """Yield findings about the largest packets on the path.
 
     If large packets are lost, transfers hang while small messages pass.
     """

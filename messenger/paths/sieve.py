@@ -1,7 +1,7 @@
 """The choice of a connection to close among many: SIEVE (Zhang et al., NSDI'24).
 
 A hand goes over the connections from the oldest to the newest. The hand spares each connection that was used
-since the hand last passed, and takes the first connection that was not.
+since the hand last passed, and takes the first connection that was not used.
 
 Owns: the order. Does not know: the connections, and which of them may be given up (the caller says).
 """

@@ -1,7 +1,7 @@
-"""The bytes to or from one messenger that are pending (in flight or queued), the recent bandwidth, and
-totals.
+"""The throughput to or from one messenger: pending bytes, recent bandwidth, and totals.
 
-The Conductor estimates transfer times from these numbers (Algorithm 1 of the Mooncake paper).
+Pending bytes are in flight or queued. The Conductor estimates transfer times from these numbers (Algorithm 1
+of the Mooncake paper).
 
 Owns: the arithmetic, the counters of metrics. Does not know: the clock, connections.
 """
@@ -27,8 +27,7 @@ class Throughput:
 
     pending_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
-    """The weighted mean of all samples in bytes a second, later samples counting more; None before the first
-    sample."""
+    """The moving average of the samples, in bytes a second; None before the first sample."""
     total_busy_s: float = 0.0
     """Seconds with pending bytes, up to the last end of a request."""
     _since_s: float = 0.0

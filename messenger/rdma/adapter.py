@@ -37,7 +37,10 @@ class Adapter:
         self.can_bind = bool(attributes.device_cap_flags & _WINDOW_TYPE_2)
         """Whether the device has memory windows of type 2."""
         self.has_windows = self.can_bind and attributes.vendor_id != _SOFT_ROCE_VENDOR
-        """Whether the device enforces windows: Soft-RoCE checks a window's peer and rights, not its range."""
+        """Whether the device enforces memory windows.
+
+        Soft-RoCE does not: it checks the peer and the rights of a window, but not its range.
+        """
         self.max_work_requests: int = min(attributes.max_qp_wr, attributes.max_cqe - 1)
         self.max_reads_out: int = attributes.max_qp_init_rd_atom
         self.max_reads_in: int = attributes.max_qp_rd_atom
@@ -49,8 +52,8 @@ class Adapter:
     def register(self, buffer: memoryview) -> RdmaMemory:
         """Register writable memory, and return the registration. Raises RdmaUnavailableError.
 
-        Its remote key opens nothing, as peers reach memory only by ranges that are opened to them
-        (`windows`). The same range is registered once. The buffer cannot be unmapped before `close`.
+        The registration's remote key gives peers no access: peers reach memory only by ranges that are opened
+        to them (`windows`). The same range is registered once. The buffer cannot be unmapped before `close`.
         """
         pin = c_char.from_buffer(buffer)
         place = addressof(pin), buffer.nbytes

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class Card:
     """A device with the registered segment and with scratch memory.
 
-    Of the segment only single ranges are opened to peers.
+    Peers get access to single ranges of the segment only.
     """
 
     adapter: Adapter
@@ -113,10 +113,9 @@ class Cards:
         return self._cards[name]
 
     async def answering(self, remote: EndpointInfo) -> Card:
-        """Return a card for a peer's queue pair: the cards on the peer's network in turn, or all cards in
-        turn if no card is there.
+        """Return a card for a peer's queue pair. Raises TransferError.
 
-        Raises TransferError.
+        Cards on the peer's network are taken in turn, or all cards in turn if no card is on this network.
         """
         await self._until_registered()
         cards = list(self._cards.values())
@@ -161,8 +160,10 @@ def open_cards(settings: MessengerConfig) -> Cards:
 
 
 def _open(names: Sequence[str], gid_index: int | None, reasons: list[str]) -> list[Adapter]:
-    """Return the devices of these names that could be opened, and append to `reasons` why the other devices
-    are not used."""
+    """Return the devices of these names that could be opened.
+
+    The reasons why other devices are not used are appended to `reasons`.
+    """
     found = find_devices(names, gid_index)
     reasons += found.reasons
     adapters = []

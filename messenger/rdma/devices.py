@@ -64,8 +64,10 @@ class RdmaDevice(msgspec.Struct, frozen=True):
 
 
 class FoundDevices(NamedTuple):
-    """Usable devices, and `reasons`: why other devices are not usable, or why there are none. To be logged
-    once."""
+    """Usable devices, and `reasons`: why other devices are not usable, or why there are none.
+
+    The caller logs the reasons once.
+    """
 
     devices: list[RdmaDevice]
     reasons: list[str]

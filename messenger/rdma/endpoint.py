@@ -32,8 +32,10 @@ from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 log = logging.getLogger(__name__)
 
 MAX_BYTES_IN_FLIGHT: Final = 8 << 20
-"""The bytes in flight on the device from which on no further chain is posted: a small transfer waits behind
-them."""
+"""The bytes in flight on the device from which on no further chain is posted.
+
+A small transfer waits until bytes that were posted before it have moved.
+"""
 _QUEUE_DEPTH: Final = 128
 """The most work requests that the device holds."""
 _MAX_READS: Final = 16
@@ -41,7 +43,7 @@ _MAX_READS: Final = 16
 _NUM_RETRIES: Final = 6
 """The number of retries of a request without an answer. (Soft-RoCE takes 7 for infinity.)"""
 _DEAD_PEER_S: Final = 1.0
-"""Seconds without an answer after which a peer counts as dead, as precisely as the device can time it."""
+"""Seconds without an answer after which a peer counts as dead. The device times this roughly."""
 _RNR_DELAY_CODE: Final = 12
 """The verbs' code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
 _HOP_LIMIT: Final = 64
@@ -51,7 +53,7 @@ _RELIABLE_CONNECTION: Final = 2  # enum ibv_qp_type
 
 
 class Operation(Protocol):
-    """The interface of a read or a write, posted one chain at a time."""
+    """The interface of an operation (a read, a write, the binding of windows), posted one chain at a time."""
 
     def post(self, qp: Any, max_requests: int) -> tuple[int, int]:
         """Post a chain, whose last request is signalled. Returns the numbers of posted requests and bytes."""
@@ -202,7 +204,7 @@ class Endpoint:
         await self._transfer(RDMA_READ, slices, remote_key, memory or self._memory)
 
     def check_usable(self) -> None:
-        """Check that the endpoint has not failed. Raises its failure."""
+        """Check that the endpoint has not failed. Raises RdmaError if it has."""
         if self.failure is not None:
             raise _of_others(self.failure)
         assert self._is_connected, "connect first"
@@ -327,7 +329,7 @@ class Endpoint:
     def _fail(self, error: RdmaError, cause: _Call | None = None) -> None:
         """End all calls with errors.
 
-        A refusal of the call `cause` does not mean that the other calls would be refused.
+        If the peer has refused the call `cause`, the other calls get errors whose remedy is a retry.
         """
         if self.failure is not None:
             return
@@ -355,8 +357,10 @@ def _of_others(failure: RdmaError) -> RdmaError:
 
 
 def _timeout_code(dead_peer_s: float) -> int:
-    """Return the verbs' code n, for 4.096 us * 2^n, with which all retries together take at most
-    `dead_peer_s` seconds."""
+    """Return the verbs' timeout code n, which stands for 4.096 us * 2^n.
+
+    With this code all retries together take at most `dead_peer_s` seconds.
+    """
     each_s = dead_peer_s / (_NUM_RETRIES + 1)
     return max(1, min(31, math.floor(math.log2(each_s / 4.096e-6))))
 

@@ -1,9 +1,8 @@
-"""The exposures of a lane over RDMA: ranges that are open to the peer's queue pair, granted pages for writes,
-found blocks for reads.
+"""The exposures of a lane over RDMA: ranges that are open to the peer's queue pair.
 
-A page that is open for writes must not be given to another owner, so the page's owner is told when the page
-is closed. Closing a page during a write breaks the queue pair for all transfers, so a peer that is told to
-stop is given time.
+Granted pages are open for writes, found blocks for reads. A page that is open for writes must not be given to
+another owner, so the page's owner is told when the page is closed. Closing a page during a write breaks the
+queue pair for all transfers. So a peer that is told to stop gets some time before its pages are closed.
 
 Owns: the openings of one lane. Does not know: the connection beside the queue pair.
 """

@@ -1,6 +1,6 @@
 """Writes to pages that a peer has opened, and reads of blocks that a peer has found.
 
-A range is opened for one transfer and one queue pair, so each lane asks for its own.
+A range is opened for one transfer and one queue pair, so each lane asks for ranges of its own.
 
 Owns: the ranges that are open to this side on one lane. Does not know: the connection beside the queue pair.
 """

@@ -94,10 +94,10 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, sys_root: Path = SYS_ROOT, kind: NicKind = NicKind.RDMA) -> "Topology":
-        """Return a configured matrix. Raises ConfigError that names its fault.
+        """Return a configured matrix. Raises ConfigError, which names the fault of the text.
 
-        Locations that this machine lacks are allowed, so that equal nodes can share a text; NICs that it
-        lacks are not.
+        Locations that this machine lacks are allowed, so that equal nodes can share a text. NICs that this
+        machine lacks are not allowed.
         """
         try:
             content = json.loads(text, object_pairs_hook=_without_repetition)
@@ -109,8 +109,10 @@ class Topology:
         return cls({name: _parse_choice(name, value, existing) for name, value in content.items()})
 
     def nics(self, location: str) -> Choice:
-        """Return the preferred and the secondary NICs of `location`. For an unnamed location all NICs are
-        secondary."""
+        """Return the preferred and the secondary NICs of `location`.
+
+        For a location that the matrix does not name, all NICs are secondary.
+        """
         if location in self.matrix:
             return self.matrix[location]
         return Choice(
@@ -160,8 +162,11 @@ def read_line(path: Path) -> str | None:
 
 
 def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: int | None) -> Choice:
-    """Return the NICs, nearest first: `slow` ones last; of equals, more switches shared with `pci_path`
-    first; of equals, NICs of NUMA node `node` first."""
+    """Return the NICs, nearest first.
+
+    `slow` NICs are last. Among equals, NICs come first that share more switches with `pci_path`, and then
+    NICs of NUMA node `node`.
+    """
 
     def distance(nic: Nic) -> tuple[bool, int, bool]:
         return nic.name in slow, -_num_shared(pci_path, nic.pci_path), node is None or nic.numa_node != node
@@ -255,8 +260,10 @@ def _nic(folder: Path) -> Nic:
 
 
 def _numa_node(device: Path) -> int | None:
-    """Return the NUMA node of a device, or of the nearest device above it that has one (the PCI device of a
-    virtio device); None if unknown."""
+    """Return the NUMA node of a device; None if unknown.
+
+    If the device has none (a virtio device), the node is that of the nearest device above it.
+    """
     place = device.resolve()
     told = (read_line(folder / "numa_node") for folder in (place, *place.parents))
     node = next((line for line in told if line is not None), None)

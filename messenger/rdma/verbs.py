@@ -1,8 +1,7 @@
 """The import of pyverbs, which is part of rdma-core and not of PyPI's usual packages.
 
-Debian and Ubuntu install pyverbs for their own Python 3 (package python3-pyverbs). It also works in a virtual
-environment of the same Python version, where it is not on the path: then it is imported from
-`SYSTEM_PACKAGES`.
+Debian and Ubuntu install pyverbs for their own Python 3 (package python3-pyverbs). A virtual environment of
+the same Python version does not have pyverbs on its path. There pyverbs is imported from `SYSTEM_PACKAGES`.
 
 Owns: the import of pyverbs. Does not know: devices.
 """

@@ -35,8 +35,10 @@ class Access(IntFlag):
 
 @dataclass(eq=False, slots=True)
 class OpenRanges:
-    """Ranges that are open to a peer: `remote_keys[i]` is the key of the i-th range. Addresses are those of
-    the registered memory."""
+    """Ranges that are open to a peer: `remote_keys[i]` is the key of the i-th range.
+
+    The peer uses the addresses of the registered memory.
+    """
 
     remote_keys: list[int]
     openings: list[Any]

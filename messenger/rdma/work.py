@@ -2,8 +2,8 @@
 
 Making a work request, a pyverbs object, takes some microseconds, and its memory is not freed automatically.
 So the requests of a chain are made and linked once, and filled in again for every chain: posting copies them
-to the device's queue. A chain of n requests is the last n of the list, because pyverbs can set a request's
-link to the next one but cannot remove it.
+to the device's queue. A chain of n requests is the last n requests of the list, because pyverbs can set a
+request's link to the next request but cannot remove the link.
 
 Owns: cutting and merging slices, reusable work requests. Does not know: queues, completions.
 """
@@ -19,7 +19,7 @@ from messenger.rdma.verbs import load_verbs
 from messenger.transport.transports import Remedy
 
 Slices = Sequence[tuple[int, int, int]] | npt.NDArray[np.integer[Any]]
-"""The slices of an operation: (offset in the local memory, remote address, number of bytes) each."""
+"""The slices of an operation. A slice is (offset in the local memory, remote address, number of bytes)."""
 Keys = int | Sequence[int]
 """One remote key for all slices, or a key for each slice."""
 
@@ -58,7 +58,7 @@ class Pieces(NamedTuple):
 
 
 def cut(slices: Slices, keys: Keys, memory: Span, max_piece_bytes: int) -> Pieces:
-    """Return the pieces of slices: adjacent ones joined, long ones cut, empty ones left out.
+    """Return the pieces of slices. Adjacent slices are joined, long slices cut, empty slices left out.
 
     Raises RdmaError for a slice outside the local memory, or an invalid key.
     """

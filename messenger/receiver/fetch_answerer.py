@@ -1,4 +1,4 @@
-"""Answers to the fetches of one connection, in their order: each at once, or after earlier answers.
+"""Answers to the fetches of one connection, in the order of the fetches.
 
 Owns: which blocks are being read over the connection. Does not know: how requests arrive, the pool.
 """
@@ -34,7 +34,7 @@ MOST_FETCHES = 64
 class FetchAnswerer:
     """The answers to the fetches of one connection.
 
-    `run` lasts as long as the connection, then `close` follows.
+    The owner runs `run` as long as the connection lasts, and calls `close` after it.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class FetchAnswerer:
             answer.end_lease()
 
     def fetched(self, damaged: Sequence[int]) -> None:
-        """End the lease of the oldest answer, which the peer has read, and verify the blocks that the peer
-        found `damaged`.
+        """End the lease of the oldest answer, which the peer has read, and verify its `damaged` blocks.
 
-        Raises TransferError if there is no such answer, or no such block.
+        The peer has found these blocks `damaged`. Raises TransferError if there is no such answer, or no such
+        block.
         """
         if not self._read:
             raise TransferError("a fetch is done that was not answered")

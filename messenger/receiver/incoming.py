@@ -39,8 +39,10 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""The most bytes of writes whose acknowledgements leave together: before it sends more, the sender waits for
-these acknowledgements."""
+"""Bytes of writes after which their acknowledgements are sent together.
+
+The sender waits for these acknowledgements before it sends more.
+"""
 _MOST_ACKS = 16
 """The most writes placed by the sender itself whose acknowledgements leave together."""
 _ACK = encode_frame(WriteAck())
@@ -57,8 +59,10 @@ class IncomingLane:
         exposures: Exposures,
         layout: KVLayout | None,
     ) -> None:
-        """Prepare the lane of a sender whose blocks have `layout`; None if the sender has no blocks and may
-        only probe."""
+        """Prepare the lane of a sender whose blocks have `layout`.
+
+        `layout` is None for a sender that has no blocks and may only probe.
+        """
         self.ended = asyncio.Event()
         """Set when no more bytes from this lane will be placed."""
         self._served_pool = served_pool
@@ -154,8 +158,11 @@ class IncomingLane:
         return frame is not None
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
-        """Handle one frame as far as possible at once, and return a coroutine for the rest; None if nothing
-        is left. An exception of this call or of the coroutine ends the connection."""
+        """Handle one frame as far as possible at once.
+
+        Returns a coroutine for the rest; None if nothing is left. An exception of this call or of the
+        coroutine ends the connection.
+        """
         session = self._session
         if self._may_only_probe and not isinstance(frame.message, Probe):
             raise TransferError(f"a probe sent {type(frame.message).__name__}")
@@ -297,8 +304,10 @@ class IncomingLane:
         return WriteAck(RefusalKind.CORRUPT, brief(reason))
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
-        """Queue an acknowledgement, to be sent with the acknowledgements of other writes. An `answer` of None
-        acknowledges a good write."""
+        """Queue an acknowledgement, to be sent with the acknowledgements of other writes.
+
+        `answer`: the acknowledgement; None for a write that is complete.
+        """
         self._acks.append(_ACK if answer is None else encode_frame(answer))
         self._are_acks_urgent = True
         self._acknowledged_bytes += num_bytes

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 MOST_TRANSFERS = 4096
 """The most open transfers of one session."""
 _MOST_GIVEN_UP = 1024
-"""The most given up transfers that are remembered, against late writes."""
+"""The most given up transfers that are remembered, so that late writes to them are refused."""
 
 
 class SessionLane(Protocol):
@@ -41,13 +41,18 @@ class SessionLane(Protocol):
         """Close the pages of this transfer that are open to the sender."""
 
     def conceal_in_time(self, transfer_id: int) -> None:
-        """Close the pages of this transfer that are open to the sender, once the sender has closed the
-        transfer, or `ack_timeout_s` seconds have passed."""
+        """Close the pages of this transfer that are open to the sender, but leave the sender time to stop.
+
+        The pages are closed when the sender has closed the transfer, or after `ack_timeout_s` seconds.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class IncomingSession:
-    """All lanes of one sender. Grants know it as a `GrantWriter`, and tell it when the sender must stop."""
+    """All lanes of one sender.
+
+    Grants know the session as a `GrantWriter`, and tell the session when the sender must stop.
+    """
 
     name: str
     target: WriteTarget
@@ -90,14 +95,16 @@ class IncomingSession:
     def close(self, transfer_id: int, reason: str | None) -> None:
         """Close a transfer that the sender has completed or given up: none of its bytes is in flight.
 
-        `reason`: why it was given up; None if it is complete.
+        `reason`: why the sender gave the transfer up; None if the transfer is complete.
         """
         self.conceal(transfer_id)
         self._end(transfer_id, reason)
 
     def fail(self, transfer_id: int, reason: str) -> None:
-        """Fail a transfer. The caller then tells the sender, which closes the transfer when it has stopped
-        writing."""
+        """Fail a transfer.
+
+        The caller then tells the sender. The sender closes the transfer when it has stopped writing.
+        """
         self._conceal_in_time(transfer_id)
         self._end(transfer_id, reason)
 

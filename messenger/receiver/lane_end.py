@@ -1,5 +1,4 @@
-"""The receiving end of a lane: what its transport needs on this side, and what the transport adds to the
-welcome.
+"""The receiving end of a lane: the parts that its transport needs on this side.
 
 Owns: the choice of a transport by a sender's introduction. Does not know: messages after the handshake.
 """
@@ -24,7 +23,7 @@ class ReceivingEnd(NamedTuple):
 
     inlet: Inlet
     exposures: Exposures
-    """The exposures of the lane, closed by the lane, or by the caller if no lane comes of this end."""
+    """The exposures of the lane. The lane closes them; if no lane is made of this end, the caller does."""
     welcome: Welcome
     fd: int | None = None
     """The descriptor that is passed with the welcome."""
@@ -43,10 +42,10 @@ class ShmExposures(Exposures):
 
 
 async def receiving_end(served_pool: ServedPool, stream: Stream, introduction: Introduction) -> ReceivingEnd:
-    """Return the end of a lane over the transport of the introduction: shared memory with `segment_bytes`,
-    RDMA with an `endpoint`, TCP with neither.
+    """Return the receiving end of a lane over the transport that the introduction asks for.
 
-    Raises OSError or TransferError. The sender is told if there is no device for its queue pair.
+    The transport is shared memory if the introduction has `segment_bytes`, RDMA if it has an `endpoint`, else
+    TCP. Raises OSError or TransferError. The sender is told if there is no device for its queue pair.
     """
     if introduction.segment_bytes is not None:
         return _over_shm(served_pool, stream, introduction)

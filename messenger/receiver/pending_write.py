@@ -44,7 +44,7 @@ class PendingWrite:
     def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
         self.write = write
         self.layer_bytes = layer_bytes
-        """The bytes that arrive of each layer."""
+        """The number of bytes that arrive for each layer."""
         self.entries: list[WriteEntry] = []
         """Entries whose bytes are to be received, each into its view."""
         self.views: list[memoryview] = []

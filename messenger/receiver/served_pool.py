@@ -23,7 +23,7 @@ class WriteRefused(Exception):
 
 
 class GrantWriter(Protocol):
-    """The interface of a peer with an open transfer, as its target sees it."""
+    """The interface of a peer with an open transfer, for the `WriteTarget` of the transfer."""
 
     name: str
 
@@ -38,20 +38,18 @@ class WriteTarget(Protocol):
     """The interface of the owner of pages to which remote writes go.
 
     Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
-    not be given to another owner in between. These three calls get the same `heads`: the heads that `entry`
-    has of its layer; None: all heads of this side.
+    not be given to another owner in between. These three calls get the same `heads`: the heads of its layer
+    that `entry` has; None for all heads of this side.
     """
 
     def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
         """Record a writer of the grant. Idempotent. Raises WriteRefused."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
-        """Return the memory for the bytes of `entry`; None if they are in place already.
+        """Return the memory for the bytes of `entry`; None if these bytes are in place already.
 
-        (Bytes come again if their acknowledgement was lost with a connection.)
-
-        Raises WriteRefused. Unless the sender has placed the bytes itself (`Write.is_placed`, or over RDMA),
-        none has been placed then.
+        Bytes are sent again if their acknowledgement was lost with a connection. Raises WriteRefused: no byte
+        has been placed then, except by a sender that places bytes itself (`Write.is_placed`, or over RDMA).
         """
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
@@ -66,7 +64,7 @@ class WriteTarget(Protocol):
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         """Record that the bytes of `entry` are placed and verified.
 
-        Returns whether the grant is complete now, in which case its writers have been told. Raises
+        Returns whether the grant is complete now. The writers of a complete grant have been told. Raises
         WriteRefused if the bytes are not wanted any more.
         """
 
@@ -74,8 +72,10 @@ class WriteTarget(Protocol):
         """Give up `entry`, of which no more bytes will be placed. Its bytes in the page are invalid."""
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
-        """Record that the writer has ended. `reason`: why its writes were not all completed; None if all were
-        completed."""
+        """Record that the writer has ended.
+
+        `reason`: why its writes were not all completed; None if all were completed.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,10 @@ class ReadSource(Protocol):
     def lease_now(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """Lease blocks as `lease` does, but at once. Returns None if leasing them would take a while. Raises
-        MooncakeError."""
+        """Lease blocks as `lease` does, but at once. Raises MooncakeError.
+
+        Returns None if leasing the blocks would take a while.
+        """
 
     def count_read(self, keys: Sequence[bytes]) -> int:
         """Count blocks that a peer of this host has read in place. Returns how many of them are still stored.
@@ -117,16 +119,15 @@ class ReadSource(Protocol):
         """
 
     def verify(self, keys: Sequence[bytes], layers: range) -> None:
-        """Compare layers of these blocks with their checksums, after a reader has reported that its copy did
-        not match.
+        """Compare layers of these blocks with their checksums, and drop damaged blocks.
 
-        Damaged blocks are dropped.
+        Called after a reader has reported that its copy did not match the checksums.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """This side's segment, where peers of this host write granted pages and read sealed pages; its copy
+    """This side's segment, where peers of this host write granted pages and read sealed pages, and its copy
     table."""
 
     copy_table: CopyTable
@@ -137,8 +138,10 @@ class SharedSegment:
     page_stride: int
     num_pages: int
     page_table: PageTableOffsets | None = None
-    """The offsets of the page table, by which peers find sealed blocks; None if peers cannot find them
-    themselves."""
+    """The offsets of the page table; None if peers cannot find blocks themselves.
+
+    By these offsets peers find sealed blocks.
+    """
 
     def take_slot(self, pid: int) -> CopySlot | None:
         """Return a copy slot for a lane of the process `pid`; None if there is none left."""
@@ -164,5 +167,7 @@ class ServedPool:
     settings: MessengerConfig
     cards: Cards
     shared_segment: SharedSegment | None
-    """The segment for peers of this host; None if such peers cannot write pages themselves, so that this side
-    copies."""
+    """The segment for peers of this host.
+
+    It is None if such peers cannot write pages themselves, so that this side copies for them.
+    """

@@ -24,8 +24,10 @@ from mooncake.messages.blocks import KVLayout
 _SENT_BYTES = 256 << 10
 """Bytes after which no further request is added to one system call, or copied in one turn."""
 _COPYING_SPEED = 8
-"""Speed of copying between segments, as a multiple of the speed through a socket. So other tasks have a turn
-after 16 MiB of copying."""
+"""Speed of copying between segments, as a multiple of the speed through a socket.
+
+With this value other tasks have a turn after 16 MiB of copying.
+"""
 _FETCH_DONE = encode_frame(FetchDone())
 _MOST_OUTSTANDING = 256
 """The most requests in flight on one lane, including those whose bytes are placed."""
@@ -195,7 +197,7 @@ class Lane:
             await self._send_queue.close()
 
     def send(self, request: LaneRequest) -> None:
-        """Send `request` now, behind posted messages, whatever waits in the queues."""
+        """Send `request` now, after posted messages and before all queued requests."""
         self._send_queue.send(*self._outlet.begin(request, is_next=True))
 
     def forget(self, transfer_id: int) -> None:
@@ -203,8 +205,10 @@ class Lane:
         self._outlet.forget(transfer_id)
 
     def is_writing(self, transfer_id: int) -> bool:
-        """Return whether bytes of this transfer are in flight beside the connection, so that its pages must
-        stay open."""
+        """Return whether bytes of this transfer are in flight beside the connection.
+
+        The transfer's pages must stay open meanwhile.
+        """
         return self._outlet.is_writing(transfer_id)
 
     def take_outstanding(self) -> list[LaneRequest]:
@@ -212,8 +216,10 @@ class Lane:
         return [*self._outstanding.take_all(), *self._outlet.take_all()]
 
     def take_closes(self) -> list[Close]:
-        """Return, and forget, the `Close` messages that may not have arrived, as no later request was
-        answered."""
+        """Return, and forget, the `Close` messages that may not have arrived.
+
+        A `Close` has arrived if a later request was answered.
+        """
         return self._outstanding.take_closes()
 
     def give_up(self, reason: str) -> None:
@@ -262,9 +268,9 @@ class Lane:
             self._pump()
 
     def _copied_share(self, request: LaneRequest) -> int:
-        """Return the bytes of a turn of `_SENT_BYTES` that a copied request counts for.
+        """Return how many bytes of a turn (`_SENT_BYTES`) a copied request counts for.
 
-        A latency request takes the whole turn: its caller goes on before more is copied. Bulk of
+        A latency request takes the whole turn, so that its caller goes on before more is copied. Bulk of
         `frame_bytes` makes one turn.
         """
         if request.urgency is Urgency.LATENCY:
@@ -321,11 +327,14 @@ class Lane:
         return True
 
     def _end_fetch(self, damaged: list[int]) -> None:
-        """Tell the holder that the blocks of its oldest answer have been read, and which were damaged."""
+        """Tell the peer that the blocks of its oldest answer have been read, and which blocks were
+        damaged."""
         self._send_queue.keep(encode_frame(FetchDone(damaged)) if damaged else _FETCH_DONE)
 
 
 def _may_wait(request: LaneRequest) -> bool:
-    """Return whether the peer may be told of `request` later, as waking the peer takes as long as copying a
-    MiB."""
+    """Return whether the peer may be told of `request` later.
+
+    Waking the peer takes as long as copying a MiB.
+    """
     return request.urgency is Urgency.BULK and not request.moving_bytes

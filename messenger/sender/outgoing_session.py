@@ -1,9 +1,11 @@
 """The session with another messenger, on the sending side: its lanes, and the requests for them.
 
 A lane with capacity takes the next request. So requests spread over streams and addresses according to the
-speed of each, and the requests of a lost lane go to the other lanes. A transfer fails when no lane is left,
-when a request has lost several lanes in a row or one that cannot carry it (`Lane.refused`), when the receiver
-refuses a write, or when the receiver has given the grant up.
+speed of each, and the requests of a lost lane go to the other lanes. A transfer fails if:
+
+- no lane is left;
+- a request has lost several lanes in a row, or a lane that cannot carry the request (`Lane.refused`);
+- the receiver refuses a write, or has given the grant up.
 
 Owns: the session with one messenger. Does not know: keys, leases (a request's memory must not change before
 its `done`).
@@ -46,14 +48,17 @@ _NUM_LOST_LANES = 64
 _YIELDED_TURNS = 2
 """Turns of the event loop left to a served caller: one until it runs, one for the work that it starts."""
 _MOST_LANES_LOST = 4
-"""The number of lanes lost in a row with the same request in flight, at which the request counts as the
-cause."""
+"""The number of lanes lost in a row with the same request in flight.
+
+After this number the request counts as the cause.
+"""
 SESSION_BYTES = 16
 """Bytes of the random name of a session."""
 
 
 class OutgoingSession:
-    """A session with one messenger. The session ends with its last lane; the next caller begins another."""
+    """A session with one messenger. The session ends with its last lane; the next caller begins another
+    session."""
 
     def __init__(self, name: str, traffic: Traffic) -> None:
         self.name = name
@@ -68,7 +73,7 @@ class OutgoingSession:
         self._limits = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
         self._transfers: dict[int, Transfer] = {}
         self._delayed_closes: dict[int, Close] = {}
-        """`Close` messages of ended transfers that wait for bytes in flight beside the connections."""
+        """`Close` messages of ended transfers that still have bytes in flight beside the connections."""
         self._announcement: asyncio.TimerHandle | None = None
         """Timer after which the peer hears of transfers that have not written yet."""
         self._transfer_ids = itertools.count(1)
@@ -97,8 +102,11 @@ class OutgoingSession:
 
     @property
     def num_received_bytes(self) -> int:
-        """The bytes that have arrived over the present connections. Blocks that come over shared memory or
-        RDMA do not count: such a fetch is quick or stuck."""
+        """The bytes that have arrived over the present connections.
+
+        Blocks that come over shared memory or RDMA do not count, as such a fetch either ends quickly or
+        hangs.
+        """
         return sum(lane.num_received_bytes for lane in self._lanes)
 
     @property
@@ -148,7 +156,8 @@ class OutgoingSession:
     def _send_close(self, close: Close) -> None:
         """Send a `Close` once no byte of the transfer is in flight beside the connections.
 
-        The peer then closes its pages, and a write to closed pages breaks the queue pair for all transfers.
+        On a `Close` the peer closes its pages. A write to closed pages would break the queue pair for all
+        transfers.
         """
         if any(lane.is_writing(close.transfer_id) for lane in self._lanes):
             self._delayed_closes[close.transfer_id] = close
@@ -175,7 +184,7 @@ class OutgoingSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> dict[int, bytes]:
-        """Read into `views` the `layers` of those blocks of `keys` that the peer has. Raises TransferError.
+        """Read `layers` of the blocks of `keys` that the peer has into `views`. Raises TransferError.
 
         Returns the checksums of each block that has arrived, by its index: each layer's little-endian
         xxh3-64, which the bytes in the view match.
@@ -310,8 +319,10 @@ class OutgoingSession:
             other.wake()
 
     def _detour(self, request: LaneRequest, lost: Lane, reason: str) -> None:
-        """Send a request over a standby path before failing it, as only the path of `lost` may be unable to
-        carry it."""
+        """Send a request over a standby path before failing it.
+
+        It may be only the path of `lost` that cannot carry the request.
+        """
         others = [lane for lane in self._lanes if lane.path.is_standby]
         is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
         if not lost.path.is_standby and others and is_wanted:
@@ -320,7 +331,7 @@ class OutgoingSession:
             request.fail(reason)
 
     def give_up_path(self, path: Path, reason: str) -> None:
-        """End the lanes of a path if there are lanes of other paths, which take its requests."""
+        """End the lanes of a path if there are lanes of other paths to take over the requests."""
         its_lanes = [lane for lane in self._lanes if lane.path == path]
         if len(its_lanes) < len(self._lanes):
             for lane in its_lanes:
@@ -335,8 +346,10 @@ class OutgoingSession:
             request.fail(reason)
 
     def _wake_one(self, urgency: Urgency) -> Lane | None:
-        """Wake the lane that takes the next request of this class, and return it; None without a lane or a
-        request."""
+        """Wake the lane that takes the next request of this class, and return this lane.
+
+        Returns None if there is no such request, or no lane for it.
+        """
         lane = self._queues.lane_for(urgency, self._now_s())
         if lane is not None:
             lane.wake(urgency)
@@ -365,8 +378,11 @@ class OutgoingSession:
         return None
 
     def _take_up(self, request: LaneRequest) -> bool:
-        """Mark a write's transfer as known to the peer; fail a write that is not wanted any more, and return
-        False."""
+        """Prepare a request to be sent. Returns False if it is a write that is not wanted any more, which
+        fails.
+
+        The transfer of a write counts as known to the peer from now on.
+        """
         if isinstance(request, WriteRequest):
             if not request.is_wanted():
                 request.fail("not wanted any more")
@@ -377,7 +393,10 @@ class OutgoingSession:
         return True
 
     def should_yield(self) -> bool:
-        """Return True for some turns, and then False once, so that bulk gets a turn."""
+        """Return whether lanes should let a served caller run before they copy more bulk.
+
+        After some turns in a row the result is False once, so that bulk gets a turn.
+        """
         should_yield = self._num_yields < _YIELDED_TURNS and (self._num_yields > 0 or self._has_served)
         self._has_served = False
         self._num_yields = self._num_yields + 1 if should_yield else 0

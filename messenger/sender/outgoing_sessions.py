@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 1.0
 """Seconds of the first pause before a lost connection is made again."""
 _LONGEST_PAUSE_S = 5.0
-"""Seconds of the longest pause between two attempts. A returning peer is noticed that late."""
+"""Seconds of the longest pause between two attempts. A returning peer is noticed after this time at the
+latest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +132,8 @@ class OutgoingSessions:
         )
 
     async def _begin_over(self, group: Sequence[Path], address: MessengerAddress) -> _Keeping:
-        """Begin a session over a group of paths. Returns when its first lane is up, or all have failed."""
+        """Begin a session over a group of paths. Returns when its first lane is up, or all lanes have
+        failed."""
         keeping = _Keeping(OutgoingSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:

@@ -22,8 +22,10 @@ from mooncake.errors import TransferError
 
 
 class BulkPace(NamedTuple):
-    """The limit of bulk in flight on a lane while latency requests are expected, as a latency request waits
-    behind the bulk."""
+    """The limit of bulk in flight on a lane while latency requests are expected.
+
+    A latency request waits behind this bulk.
+    """
 
     piece_bytes: int
     num_writes: int = 2
@@ -52,7 +54,7 @@ class LaneParts:
     give_up: Callable[[str], None]
     """A function that ends the lane for a reason."""
     written: Callable[[int], None]
-    """A callback for a transfer of which a write is no longer in flight beside the connection."""
+    """A callback for a transfer when one of its writes is no longer in flight beside the connection."""
 
     def end(self) -> None:
         """Drop the callbacks, so that no reference cycle is left."""
@@ -60,12 +62,15 @@ class LaneParts:
 
 
 class Outlet:
-    """Base class of outlets: by default a write is only a frame, as the receiver gets the bytes by itself."""
+    """Base class of outlets. By default a write is only a frame, and the receiver gets the bytes by
+    itself."""
 
     bulk_pace: ClassVar[BulkPace]
     copies: bool = False
-    """Whether this side may move bytes itself, at once. Bulk then gets turns of its own, so that other tasks
-    run in between."""
+    """Whether this side may move bytes itself, at once.
+
+    Bulk then gets turns of its own, so that other tasks run in between.
+    """
     has_read: bool = False
     """Whether a fetch was completed by this side's copy, without an answer."""
     refused: LaneRequest | None = None
@@ -122,15 +127,17 @@ class Outlet:
 
 
 class SendingEnd(NamedTuple):
-    """The sending end of a lane whose handshake is complete: its inlet, and the function that makes its
-    outlet."""
+    """The sending end of a lane whose handshake is complete.
+
+    It is an inlet, and the function that makes the lane's outlet.
+    """
 
     inlet: Inlet
     make_outlet: Callable[[LaneParts], Outlet]
 
 
 class Opening:
-    """The part of a transport in the handshake of one lane. To be closed if no lane comes of it."""
+    """The part of a transport in the handshake of one lane. The caller closes it if no lane is made of it."""
 
     fd: int | None = None
     """The descriptor that is passed with the introduction."""

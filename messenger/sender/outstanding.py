@@ -31,8 +31,8 @@ class Outstanding:
         self._fetch_deadline = Deadline(answer_timeout_s, missed)
         """Deadline of the answer to the oldest of `fetches`, which may take longer than writes."""
         self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
-        """The `Close` messages that may not have arrived, as pairs: the number of requests begun before, the
-        `Close`."""
+        """The `Close` messages that may not have arrived, each with the number of requests begun before
+        it."""
 
     def begin(self, request: LaneRequest) -> None:
         self.num_bytes[request.urgency] += request.moving_bytes
@@ -90,8 +90,10 @@ class Outstanding:
         self._closes.append((self.num_begun, close))
 
     def take_closes(self) -> list[Close]:
-        """Remove and return the `Close` messages that may not have arrived, as no later request was
-        answered."""
+        """Remove and return the `Close` messages that may not have arrived.
+
+        A `Close` has arrived if a later request was answered.
+        """
         closes = [close for _, close in self._closes]
         self._closes.clear()
         return closes

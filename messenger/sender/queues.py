@@ -22,7 +22,7 @@ BULK_LETS_BY_S = 0.1
 """The most seconds for which waiting latency requests go first. Then a piece of bulk goes, so that bulk does
 not starve."""
 _WINDOW_BYTES = 8 << 20
-"""The bytes of one class in flight on a lane from which on the lane takes no further request of the class."""
+"""A lane takes no further request of a class while this many bytes of the class are in flight on the lane."""
 _LATENCY_EXPECTED_S = 1.0
 """Seconds after a latency request for which a further latency request is expected."""
 
@@ -58,7 +58,7 @@ class Queues(Generic[CarrierT]):
         self._queues: dict[Urgency, deque[LaneRequest]] = {urgency: deque() for urgency in Urgency}
         self._lanes: Sequence[CarrierT] = []
         self._has_main = False
-        """Whether a lane is up that is not of a standby path."""
+        """Whether a lane of a path that is no standby path is up."""
         self._kept_free: CarrierT | None = None
         """The lane that carries no bulk while latency requests are expected; None if there is one lane."""
         self._latency_until_s = 0.0
@@ -67,8 +67,10 @@ class Queues(Generic[CarrierT]):
         self._bulk_sent_s = 0.0
 
     def set_lanes(self, lanes: Sequence[CarrierT]) -> None:
-        """Set the lanes that are up. Lanes of standby paths carry nothing while lanes of other paths are
-        up."""
+        """Set the lanes that are up.
+
+        Lanes of standby paths carry nothing while lanes of other paths are up.
+        """
         self._has_main = any(not lane.path.is_standby for lane in lanes)
         self._lanes = [lane for lane in lanes if not self._is_standby(lane)]
         self._kept_free = self._lanes[0] if len(self._lanes) > 1 else None
@@ -140,8 +142,11 @@ class Queues(Generic[CarrierT]):
         return bulk.popleft()
 
     def lane_for(self, urgency: Urgency, now_s: float) -> CarrierT | None:
-        """Return, of the lanes that may take a request of this class, the lane with the fewest bytes in
-        flight; None if no lane may."""
+        """Return the lane that should take the next request of this class; None if there is no request or no
+        lane.
+
+        It is the lane with the fewest bytes in flight among the lanes that may take the request.
+        """
         if not self._queues[urgency]:
             return None
         chosen, least_bytes = None, 0

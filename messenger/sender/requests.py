@@ -15,8 +15,10 @@ class WriteOutcome(Enum):
     """The result of a write."""
 
     PLACED = auto()
-    """The bytes are verified and in their page. The receiver has acknowledged them, unless this side has
-    copied them (`WriteRequest.is_copied`)."""
+    """The bytes are verified and in their page.
+
+    The receiver has acknowledged them, unless this side has copied them (`WriteRequest.is_copied`).
+    """
     CORRUPT = auto()
     """The write was refused, because the bytes did not match their checksums."""
     FAILED = auto()
@@ -24,8 +26,10 @@ class WriteOutcome(Enum):
 
 
 class Urgency(IntEnum):
-    """The class of a transfer: latency goes before bulk. (Integers, as dicts are keyed by it for every
-    request.)"""
+    """The class of a transfer: latency goes before bulk.
+
+    The members are integers, as these are fast keys for the dicts that every request uses.
+    """
 
     LATENCY = auto()
     """A request waits for the transfer."""
@@ -37,8 +41,9 @@ class Urgency(IntEnum):
 class WriteRequest:
     """A request to place one frame of writes. `done` is called exactly once.
 
-    After that no byte of the source is read for the request. (If a TCP lane was lost, the kernel may still
-    send bytes; if these have changed, they are refused for their checksum.)
+    After `done` no byte of the source is read for the request, with one exception: if a TCP lane was lost,
+    the kernel may still send bytes. Bytes that have changed by then do not match their checksum, and are
+    refused.
     """
 
     write: Write
@@ -48,8 +53,10 @@ class WriteRequest:
     is_wanted: Callable[[], bool]
     """A function that returns whether the request still needs to be sent."""
     acknowledged: Callable[[str | None], None]
-    """A callback, called once for a write that this side has copied, after `done`: with None when the
-    receiver has acknowledged the write, or with the reason of a failure."""
+    """A callback for the end of a write that this side has copied, called once, after `done`.
+
+    The argument is None when the receiver has acknowledged the write, else the reason of the failure.
+    """
     num_lanes_lost: int = 0
     """Lanes in a row that were lost with this request in flight."""
     is_copied: bool = False
@@ -128,6 +135,8 @@ LaneRequest = WriteRequest | FetchRequest | ProbeRequest
 
 
 def done_already(*_: Any) -> NoReturn:
-    """Stand in for a request's `done` after its call, so that no reference cycle through the request's owner
-    is left."""
+    """Stand in for a request's `done` after its call.
+
+    So no reference cycle through the request's owner is left.
+    """
     raise AssertionError("a request is done once")

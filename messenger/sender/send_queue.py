@@ -38,8 +38,10 @@ class SendQueue:
         """Whether kept frames may not wait for a request any more."""
         self._outbox = Outbox(stream, self._all_left)
         self._leaving = Deadline(timeout_s, stuck)
-        """Deadline by which the peer must take the bytes that are being sent. Deadlines of answers are not
-        enough, as messages about reads have no answer."""
+        """Deadline by which the peer must take the bytes that are being sent.
+
+        Deadlines of answers do not suffice, as messages about reads have no answer.
+        """
 
     @property
     def is_stopped(self) -> bool:

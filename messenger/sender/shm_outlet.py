@@ -1,7 +1,8 @@
-"""The outlet over shared memory. This side completes requests by copying: a write into granted pages, a read
-out of blocks that it finds. The receiver copies where this side cannot.
+"""The outlet over shared memory, by which this side completes requests by copying.
 
-The peer is told of a latency write in the call that copies it, of all other requests within `NOT_URGENT_S`.
+This side copies the blocks of a write into granted pages, and the blocks of a read out of the peer's pages.
+Where this side cannot copy, the receiver copies. The peer is told of a latency write in the call that copies
+it, of all other requests within `NOT_URGENT_S`.
 
 Owns: which requests are copied, what the peer is told of them. Does not know: the queues, turns of the event
 loop.
@@ -28,8 +29,10 @@ class ShmOutlet(Outlet):
     """The outlet of a lane to a peer on the same host, whose segment this side has mapped."""
 
     bulk_pace = BulkPace(1 << 20, num_fetches=1)
-    """The limit of bulk in flight: pieces of 1 MiB, and only one fetch, as this side copies the blocks of a
-    fetch itself and asks for nothing else meanwhile."""
+    """The limit of bulk in flight: pieces of 1 MiB, and only one fetch.
+
+    This side copies the blocks of a fetch itself, and asks for nothing else meanwhile.
+    """
 
     def __init__(self, lane: LaneParts, pages: SharedPages | None, catalogue: Catalogue | None) -> None:
         """Prepare copies of writes if there are `pages`, and of reads if there is a `catalogue`."""
@@ -79,7 +82,7 @@ class ShmOutlet(Outlet):
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
         """Complete a read whose blocks are in their views.
 
-        The holder is told later, for the order of eviction.
+        The peer is told of the read later: the read counts for the peer's order of eviction.
         """
         request.is_read = self.has_read = True
         self._lane.send_queue.keep(encode_frame(msgspec.structs.replace(request.fetch, is_read=True)))

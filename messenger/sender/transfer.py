@@ -41,8 +41,7 @@ class Transfer:
         self.opening = opening
         self.failure: str | None = None
         self.is_announced = False
-        """Whether a lane has got the `Open` or a write of the transfer to send, so that the peer learns of
-        the transfer."""
+        """Whether the peer learns of the transfer: a lane was given its `Open` or a write of it to send."""
         self._num_unacknowledged = 0
         """Writes whose bytes this side has copied into their pages, and which the peer has not
         acknowledged."""

@@ -1,1 +1,1 @@
-"""Shared memory: copies by the sender itself to pages of messengers on the same host."""
+"""Shared memory: a messenger copies blocks by itself into and out of pages of messengers on the same host."""

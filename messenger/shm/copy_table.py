@@ -96,8 +96,10 @@ class _Awaited:
 
 
 class CopyTable:
-    """The owner's side of the copy table. At first no grant is open, and slots of an earlier life are
-    taken."""
+    """The owner's side of the copy table.
+
+    At first no grant is open, and slots of an earlier life are taken.
+    """
 
     def __init__(self, library: CDLL, copy_table: memoryview) -> None:
         """Open a table in `copy_table`: COPY_TABLE_BYTES bytes, zeros in a new segment."""
@@ -137,8 +139,10 @@ class CopyTable:
     # -- slots ------------------------------------------------------------------------------------
 
     def take_slot(self, pid: int) -> int | None:
-        """Return a slot for a lane of the process `pid`; None if all are taken, or the end of the process
-        could not be noticed."""
+        """Return a slot for a lane of the process `pid`.
+
+        Returns None if all slots are taken, or if the end of the process could not be noticed.
+        """
         slot = next((slot for slot in range(NUM_COPY_SLOTS) if self._is_free(slot)), None)
         if slot is None:
             return None
@@ -160,8 +164,10 @@ class CopyTable:
         return int(self._native.owner_of(self._address, slot))
 
     def _take_over(self, slot: int, owner: int) -> None:
-        """Take over a slot of an earlier life. A slot whose process cannot be watched is not reused in this
-        life."""
+        """Take over a slot of an earlier life.
+
+        A slot whose process cannot be watched is not used again in this life.
+        """
         try:
             self._processes[slot] = _watch(owner)
         except OSError as error:

@@ -14,7 +14,7 @@ from mooncake.messages.blocks import KVLayout
 
 
 class SharedPages:
-    """The placement of one lane's bytes in the peer's pages. To be ended by `leave` with the lane."""
+    """The placement of one lane's bytes in the peer's pages. The owner calls `leave` when the lane ends."""
 
     def __init__(self, segment: memoryview, slot: CopySlot, layout: KVLayout, source: memoryview) -> None:
         """Take `slot` of the peer's writable `segment`. The peer's blocks have `layout`; bytes come from

@@ -12,16 +12,17 @@ from selectors import EpollSelector, SelectorKey
 _MOST_SKIPPED = 64
 """The most sleeps in a row without a busy poll, after many polls without an event."""
 _CROWDED_S = 1e-3
-"""Seconds by which a busy poll must end late to show that other processes have had the processor."""
+"""A busy poll that ends this many seconds late shows that other processes have had the processor."""
 _CROWDED_GROWTH = 4
 """The factor by which sleeps without a busy poll grow where other processes want the processor."""
 
 
 class Backoff:
-    """The decision before which sleeps to busy poll: half as often after each poll without an event.
+    """The decision whether to busy poll before a sleep.
 
-    Where other processes want the processor, polls are rarer still: the scheduler lets a process that polls
-    wait behind the other processes, but runs a process that is woken up before them.
+    After each poll without an event, polls become half as frequent. Where other processes want the processor,
+    polls are rarer still: the scheduler lets a process that polls wait behind the other processes, but runs a
+    process that is woken up before them.
     """
 
     def __init__(self) -> None:

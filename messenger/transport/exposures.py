@@ -29,16 +29,17 @@ class Exposures:
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
     ) -> list[ExposedPage]:
-        """Open pages for writes, and return their addresses and remote keys. Only where `opens_ranges`.
+        """Open pages for writes, and return their addresses and remote keys. Only if `opens_ranges`.
 
         `on_closed` is called once, when the peer cannot write the pages any more. Raises TransferError.
         """
         raise NotImplementedError
 
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
-        """Open ranges for reads. Returns their addresses and remote keys, and a callback that closes them.
+        """Open ranges for reads. Returns their addresses and remote keys, and a callback that closes the
+        ranges.
 
-        Only where `opens_ranges`. Raises TransferError.
+        Only if `opens_ranges`. Raises TransferError.
         """
         raise NotImplementedError
 
@@ -48,7 +49,7 @@ class Exposures:
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
         """Close the pages of a transfer after `timeout_s` seconds.
 
-        The peer was told to stop. If it confirms before, `conceal` closes the pages.
+        The peer was told to stop. If the peer confirms earlier, `conceal` closes the pages.
         """
 
     def close(self) -> None:

@@ -34,8 +34,10 @@ class Frames:
             await self.stream.more(handle)
 
     def ready(self) -> Frame | None:
-        """Return the next frame if its head has been received, else None. The frame's payload may still be
-        missing."""
+        """Return the next frame if its head has been received, else None.
+
+        The frame's payload may still be missing.
+        """
         stream, reader = self.stream, self._reader
         frame = reader.read(stream.ahead) if stream.num_ahead >= reader.wanted_bytes else None
         if frame is None:

@@ -11,7 +11,8 @@ from messenger.transport.stream import Stream
 
 
 class Outbox:
-    """The outgoing messages of one connection, sent in order as far as the kernel takes them at once.
+    """The outgoing messages of one connection, sent in order. Messages that the kernel does not take wait
+    here.
 
     `on_empty` is called when all waiting messages have left. Nothing else may send over the stream.
     """

@@ -1,4 +1,4 @@
-"""Congestion control of connections between messengers: within one host nothing is paced.
+"""Congestion control of connections between messengers, so that nothing is paced within one host.
 
 Within a host there is no network to protect, and BBR's pacing costs a quarter of the bandwidth. The kernel
 goes on pacing even when another congestion control takes over. So where BBR is the system's default, a
@@ -40,7 +40,7 @@ def begin_unpaced(sock: PacedSocket) -> None:
 
 
 def choose_by_peer(sock: PacedSocket) -> None:
-    """Set the congestion control of a new connection by its peer, before anything is sent.
+    """Choose the congestion control of a new connection by the place of its peer, before anything is sent.
 
     Between hosts, the choice of a route or another program is not changed.
     """

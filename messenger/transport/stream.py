@@ -33,7 +33,7 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 2, 1, 3
 """Seconds of silence before TCP probes, seconds between probes, and number of probes, after which a vanished
 host is given up."""
 _UNACKNOWLEDGED_MS = 1000 * _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES
-"""Milliseconds after which the connection is lost if the peer's kernel takes nothing."""
+"""Milliseconds without an acknowledgement by the peer's kernel after which the connection is lost."""
 _GLANCE_BYTES = 8 * 1024
 """The most bytes that are received before a frame's head is read, as payload among them is copied twice."""
 AHEAD_BYTES = 64 * 1024 + _GLANCE_BYTES
@@ -45,12 +45,11 @@ Result = TypeVar("Result")
 
 
 class Stream:
-    """A connected socket. `receive_into` and `send` move everything or raise ConnectionError. One user per
-    direction.
+    """A connected socket. `receive_into` and `send` move all bytes or raise ConnectionError.
 
-    Received bytes go either into the stream's own buffer (`ahead`), from which callers take them, or straight
-    into the caller's buffers. After a cancelled call it is unknown how many bytes were moved, so the stream
-    can only be closed.
+    Each direction has one user. Received bytes go either into the stream's own buffer (`ahead`), from which
+    callers take them, or straight into the caller's buffers. After a cancelled call it is unknown how many
+    bytes were moved, so the stream can only be closed.
     """
 
     def __init__(self, sock: "socket.socket | TlsSocket") -> None:
@@ -123,7 +122,10 @@ class Stream:
         return fd
 
     def moved(self, num_bytes: int) -> None:
-        """Count work for this connection, in bytes over a socket, towards the end of its turn."""
+        """Count work towards the end of this connection's turn.
+
+        `num_bytes`: the bytes that a socket would move with as much work.
+        """
         self._num_moved += num_bytes if num_bytes > _LEAST_BYTES else _LEAST_BYTES
 
     @property
@@ -232,7 +234,8 @@ class Stream:
         return self.take_into(buffers) if self.num_ahead else self._receive_now(_piece(buffers))
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
-        """Wait for at least one byte, received into `buffers` in order, and return the number."""
+        """Receive at least one byte into `buffers`, in order, waiting if need be. Returns the number of
+        bytes."""
         if self.num_ahead:
             return self.take_into(buffers)
         return await self._first(self._readable, lambda: self.receive_now(buffers))
@@ -306,7 +309,10 @@ class Stream:
 
 
 def _new_buffer(num_bytes: int) -> memoryview:
-    """Return a buffer outside the heap, which would become fragmented when many connections come and go."""
+    """Return a buffer outside the heap.
+
+    Inside, buffers would fragment the heap when many connections come and go.
+    """
     return memoryview(mmap.mmap(-1, num_bytes))
 
 

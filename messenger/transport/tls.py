@@ -1,7 +1,7 @@
-"""Optional TLS between messengers, with certificates on both sides that the cluster's own authority has
-signed.
+"""Optional TLS between messengers, with certificates on both sides.
 
-The cluster key says who may take part; TLS also keeps messages and the KVCache from eavesdroppers.
+The cluster's own authority has signed the certificates. The cluster key says who may take part; TLS also
+keeps messages and the KVCache from eavesdroppers.
 
 Owns: the certificate files and TLS settings, wrapped sockets. Does not know: the data.
 """
@@ -57,7 +57,7 @@ class Tls:
         return ssl.cert_time_to_seconds(str((client.getpeercert() or {})["notAfter"]))
 
     def connect(self, sock: socket.socket) -> "TlsSocket":
-        """Return the connecting TLS end of `sock`, which is connected."""
+        """Return the connecting TLS end of the connected socket `sock`."""
         return TlsSocket(self.connecting, sock, server_side=False)
 
     def accept(self, sock: socket.socket) -> "TlsSocket":
@@ -82,8 +82,10 @@ class TlsSocket:
         self.setblocking = self._ssl.setblocking
 
     def shutdown(self, how: int) -> None:
-        """Shut down the plain socket, as ssl's own shutdown would end the decryption too, and later reads
-        would be ciphertext."""
+        """Shut down the plain socket.
+
+        ssl's own shutdown would end the decryption too, and later reads would return ciphertext.
+        """
         socket.socket.shutdown(self._ssl, how)
 
     def do_handshake(self) -> None:

@@ -39,8 +39,10 @@ _COPYING_SPEED = 2
 _PIECE_BYTES = 1 << 18
 """Bytes received and hashed at a time, while they are in the processor's cache."""
 _SMALL_VIEW_BYTES = 16 << 10
-"""Average size of views below which all of them are received by one system call. Larger views are received
-one by one."""
+"""Average size of views below which one system call receives all views.
+
+Larger views are received one by one.
+"""
 
 
 Number = TypeVar("Number", int, float)
@@ -125,8 +127,10 @@ class Remedy(Enum):
 def paths(
     choice: TransportChoice, host_id: str, address: MessengerAddress, nics: Sequence[str]
 ) -> list[list[Path]]:
-    """Return lists of paths to `address`. The paths of a list are used together; the next list is used if no
-    path of the list works."""
+    """Return lists of paths to `address`.
+
+    The paths of a list are used together. The next list is used if no path of the list works.
+    """
     by_memory = [Path(Transport.SHM, address.unix_path)]
     by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
     by_rdma = [Path(Transport.RDMA, address.tcp_endpoints[0], nic) for nic in nics]
@@ -201,8 +205,7 @@ class SourceLayers(Protocol):
 
 
 class Inlet:
-    """Base class of inlets: by default the bytes come beside the connection; `TcpInlet` takes them from the
-    connection.
+    """Base class of inlets. By default the bytes come beside the connection; `TcpInlet` takes them from it.
 
     Both ends of a lane have an inlet: the receiver for writes, the sender for the blocks that it fetches. The
     sender has an `Outlet` beside it (`messenger.sender.outlet`).
@@ -230,8 +233,10 @@ class Inlet:
     def fill_now(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        """Fill `views` without waiting, and return what `fill` returns; None if that is impossible, so that
-        `fill` must be called."""
+        """Fill `views` without waiting, and return what `fill` returns.
+
+        Returns None if that is impossible; then `fill` must be called.
+        """
         raise NotImplementedError
 
     async def discard(self, payload_bytes: int) -> None:

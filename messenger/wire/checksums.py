@@ -101,10 +101,10 @@ def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> 
 
 
 class LayerChecksums:
-    """The computation of the xxh3-64 of each layer of `block`, whose bytes arrive in order, in pieces of any
-    size.
+    """The computation of the xxh3-64 of each layer of `block`.
 
-    Bytes are hashed when they arrive, while they are in the processor's cache.
+    The block's bytes arrive in order, in pieces of any size. They are hashed when they arrive, while they are
+    in the processor's cache.
     """
 
     def __init__(self, block: memoryview, layer_bytes: int) -> None:
@@ -121,8 +121,10 @@ class LayerChecksums:
         """The xxhash library's hash of a layer that has begun; used without compiled code."""
 
     def advance(self, num_bytes: int) -> None:
-        """Record that the first `num_bytes` bytes of the block have arrived, and hash them as far as
-        worthwhile."""
+        """Record that the first `num_bytes` bytes of the block have arrived, and hash arrived bytes.
+
+        Without compiled code, a few bytes of an incomplete layer are hashed later.
+        """
         self.num_there = num_bytes
         if self._native is None:
             self._num_hashed.value = self._hash_arrived(num_bytes, self._num_hashed.value)
@@ -147,8 +149,7 @@ class LayerChecksums:
         return self._native is not None
 
     def receive(self, fd: int, num_wanted: int) -> int:
-        """Receive from a stream socket until `num_wanted` bytes have arrived, or for a moment after a first
-        wait.
+        """Receive from a stream socket until `num_wanted` bytes have arrived, or no more arrive for a moment.
 
         Returns the number of received bytes. Raises BlockingIOError or ConnectionError if there are none.
         """

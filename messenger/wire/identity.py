@@ -27,8 +27,8 @@ class Identity(msgspec.Struct, frozen=True):
 def host_id() -> str:
     """Return a name for the set of processes that can reach each other's Unix sockets by path.
 
-    The boot id alone would let two containers of one machine pretend to share a file system, so the
-    mount namespace is part of it.
+    Two containers on one machine have the same boot id and different file systems. So the name has the mount
+    namespace too.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{os.stat('/proc/self/ns/mnt').st_ino}"

@@ -76,7 +76,7 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True):
-    """The sender's identity. `segment_bytes` is set when its segment's descriptor is passed.
+    """The sender's identity. `segment_bytes` is set when the descriptor of the sender's segment is passed.
 
     Lanes of one `session` (random, of the sender's choice) are numbered by `lane`. Without an `identity` the
     sender has no blocks and may only probe.
@@ -109,10 +109,10 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
-    """The offsets of the receiver's page table, by which the sender finds sealed blocks itself: see
-    `messenger.shm.catalogue`.
+    """The offsets of the receiver's page table, by which the sender finds sealed blocks itself.
 
-    Byte offsets of arrays with one entry for each page, multiples of 8; pages as in `CopySlot`.
+    See `messenger.shm.catalogue`. The offsets are those of arrays with one entry for each page, in bytes,
+    multiples of 8. Pages are as in `CopySlot`.
     """
 
     states_offset: int
@@ -128,7 +128,8 @@ class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """The receiver's identity.
 
-    `segment_bytes` is set when its segment's descriptor is passed, writable with a `slot`.
+    `segment_bytes` is set when the descriptor of the receiver's segment is passed; with a `slot` the
+    descriptor is writable.
     """
 
     identity: Identity
@@ -176,7 +177,7 @@ class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
 class Write(msgspec.Struct, tag=True, frozen=True):
     """A write of bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
 
-    The grant is named again, as on another lane a write may arrive before the `Open`. `heads`: the heads
+    The write names the grant too, as it may arrive on another lane before the `Open`. `heads`: the heads
     `[begin, end)` of the model that are sent of each layer; None if both sides have the same heads, and all
     are sent. `is_placed`: the sender has written the bytes to their pages, and compared them with their
     checksums. After such a write, the next write need not wait for the answer, but the end of the transfer
@@ -190,25 +191,28 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     is_placed: bool = False
 
     def skipped_bytes(self, layout: KVLayout) -> int:
-        """Return the byte offset in a page at which the sent part of the model's layer 0 would begin;
-        negative if that layer is not in the shard."""
+        """Return the byte offset in a page at which the sent part of the model's layer 0 would begin.
+
+        The offset is negative if this layer is not in the shard.
+        """
         skipped_heads = 0 if self.heads is None else self.heads[0] - layout.first_head
         return skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """The end of a transfer. `reason`: why the sender gave it up; None if it is complete."""
+    """The end of a transfer. `reason`: why the sender gave the transfer up; None if the transfer is
+    complete."""
 
     transfer_id: int
     reason: Text | None
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """A request for layers `[layer_begin, layer_end)`, numbered as in the model, of the named blocks. The
-    receiver answers with the blocks that it has.
+    """A request for layers `[layer_begin, layer_end)` of the named blocks, numbered as in the model.
 
-    `heads`: as in `Write`. Unless `heads` are all of the receiver's heads, only one layer can be fetched at a
-    time. `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
+    The receiver answers with the blocks that it has. `heads`: as in `Write`. Unless `heads` are all of the
+    receiver's heads, only one layer can be fetched at a time. `is_read`: the sender has found all blocks and
+    read them in place, and awaits no answer.
     """
 
     keys: list[bytes]
@@ -219,8 +223,10 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A block in a `Found`: `index` into the keys of the `Fetch`; `checksums` and `source_offset` as in
-    `WriteEntry`."""
+    """A block in a `Found`. `index` is the index of the block's key in the `Fetch`.
+
+    `checksums` and `source_offset` are as in `WriteEntry`.
+    """
 
     index: int
     checksums: bytes
@@ -266,7 +272,7 @@ class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exposed(msgspec.Struct, tag=True, frozen=True):
-    """The pages, open until the transfer ends; `failure`: why there are none."""
+    """The pages of a grant, open until the transfer ends. `failure`: why no page was opened."""
 
     transfer_id: int
     pages: list[ExposedPage]

@@ -53,7 +53,7 @@ NOT_URGENT_S = 0.002
 """Seconds for which a message may wait to leave together with a later message."""
 
 SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
-"""The advice where only one side speaks TLS."""
+"""The advice in errors when only one side speaks TLS."""
 
 _HEADER = struct.Struct("<II")
 _MOST_REASON_CHARS = 200

@@ -16,7 +16,7 @@ class LinkLayer(StrEnum):
 
 
 class Scratch(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of the other side that may be written through its queue pair and is never read."""
+    """Memory of the other side that this side may write by RDMA, and that nobody reads."""
 
     address: int
     remote_key: int
