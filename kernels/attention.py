@@ -1,16 +1,15 @@
 """Causal grouped-query attention over a paged KVCache: the torch reference.
 
-Semantics: the query at position p of its sequence attends to the keys at positions `(p - window, p]`
-(all up to p without a window), softmax in float32. Keys and values are read from pages, to which those of
-the new tokens must have been written before.
+Semantics: the query at position p of its sequence attends to the keys at positions `(p - window, p]`, or to
+all keys up to p without a window. The softmax is computed in float32. Keys and values are read from pages.
+The keys and values of the new tokens must have been written to their pages before.
 
-Bytes moved: every page that a query can see is read once and written once to a contiguous buffer, then
-read from there by the matrix products, once per block of query rows. Chunks of several tokens run one
-after the other, in blocks of rows that read no keys beyond their diagonal; all single-token queries
-(decode) run together.
+Bytes moved: every page that a query can see is read once and written once to a contiguous buffer. The matrix
+products read this buffer once per block of query rows. Chunks of several tokens run one after the other, in
+blocks of rows that read no keys beyond their diagonal; all single-token queries (decode) run together.
 
-Owns: the arithmetic and its plan of gathers and masks, made once per batch. Does not know: layers,
-requests, the scheduler.
+Owns: the arithmetic and its plan of gathers and masks, made once per batch. Does not know: layers, requests,
+the scheduler.
 """
 
 from collections.abc import Sequence
@@ -29,8 +28,10 @@ _MIN_SPLIT_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """The form of the pages that a plan reads: `[num_pages, num_kv_heads, 2, page_size, head_dim]` of
-    `dtype`."""
+    """The form of the pages that a plan reads.
+
+    Pages are `[num_pages, num_kv_heads, 2, page_size, head_dim]` of `dtype`.
+    """
 
     num_kv_heads: int
     page_size: int
@@ -40,10 +41,10 @@ class PageGeometry:
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """A block of query rows `[row, row + num_rows)` over the gathered keys `[first_key, first_key +
-    num_keys)`.
+    """A block of query rows and the gathered keys to which they attend.
 
-    `mask` is `[num_rows, num_keys]`, added to the scores.
+    The rows are `[row, row + num_rows)`, the keys `[first_key, first_key + num_keys)`. `mask` is `[num_rows,
+    num_keys]`, added to the scores.
     """
 
     row: int
@@ -115,11 +116,11 @@ def plan_attention(
 def paged_attention(
     query: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
-    """Return the attention of `query` [T, num_heads, head_dim] over the pages of one layer; same shape and
-    dtype.
+    """Return the attention of `query` [T, num_heads, head_dim] over the pages of one layer.
 
-    `kv_layer`: `[num_pages, num_kv_heads, 2, page_size, head_dim]`, with the new tokens written. Query head h
-    uses KV head `h // (num_heads // num_kv_heads)`. `scale` multiplies the scores.
+    The result has the shape and dtype of `query`. `kv_layer`: `[num_pages, num_kv_heads, 2, page_size,
+    head_dim]`, with the new tokens written. Query head h uses KV head `h // (num_heads // num_kv_heads)`.
+    `scale` multiplies the scores.
     """
     num_tokens, num_heads, head_dim = query.shape
     _, num_kv_heads, _, page_size, _ = kv_layer.shape
@@ -150,10 +151,10 @@ def paged_attention(
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the attention of `queries` [kv_heads, group, rows, d] over `keys`, `values` [kv_heads, 1,
-    num_keys, d].
+    """Return the attention of a block of queries, in the shape of `queries`.
 
-    `mask` [rows, num_keys] is added to the scores; the result has the shape of `queries`.
+    `queries`: `[kv_heads, group, rows, d]`. `keys`, `values`: `[kv_heads, 1, num_keys, d]`. `mask` `[rows,
+    num_keys]` is added to the scores.
     """
     num_kv_heads, group, num_rows, head_dim = queries.shape
     if queries.device.type == "cpu" and queries.dtype is torch.bfloat16:
@@ -185,11 +186,11 @@ def _first_seen(position: int, sliding_window: int | None) -> int:
 
 
 def _page_rows(pages: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
-    """Return flat int64 indices into a layer viewed as `[num_pages * num_kv_heads * 2, page_size *
-    head_dim]`.
+    """Return the indices of the rows of `pages` in a layer, int64, flat.
 
-    For `pages` [B, P] the indices are ordered [2, B, num_kv_heads, P], so that one `index_select` yields K
-    and V as contiguous `[2, B, num_kv_heads, P * page_size, head_dim]`.
+    The layer is viewed as rows `[num_pages * num_kv_heads * 2, page_size * head_dim]`. For `pages` [B, P] the
+    indices are ordered [2, B, num_kv_heads, P], so that one `index_select` yields K and V as contiguous `[2,
+    B, num_kv_heads, P * page_size, head_dim]`.
     """
     pages = pages.to(geometry.device)
     heads = torch.arange(geometry.num_kv_heads, device=geometry.device)[:, None]

@@ -23,7 +23,7 @@ def write_kv(
     """Write new tokens into their pages: `kv_layer[page, :, 0, offset] = keys`, `[..., 1, ...] = values`.
 
     `keys`, `values`: `[T, num_kv_heads, head_dim]`; `page_of_token`, `offset_of_token`: int64 `[T]`, no slot
-    twice. Reads and writes `2 * T * num_kv_heads * head_dim` elements each.
+    twice. `2 * T * num_kv_heads * head_dim` elements are read, and as many written.
     """
     kv_layer[page_of_token, :, 0, offset_of_token] = keys
     kv_layer[page_of_token, :, 1, offset_of_token] = values
@@ -32,7 +32,7 @@ def write_kv(
 def gather_pages(kv_layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """Return copies of pages, `kv_layer[pages]`: contiguous `[n, num_kv_heads, 2, page_size, head_dim]`.
 
-    `pages`: int64 `[n]`. Reads and writes n pages each.
+    `pages`: int64 `[n]`. n pages are read, and n pages written.
     """
     if _has_kernels(kv_layer):
         from kernels.cuda import page_copy
@@ -44,7 +44,7 @@ def gather_pages(kv_layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 def scatter_pages(kv_layer: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor) -> None:
     """Copy `blocks` [n, num_kv_heads, 2, page_size, head_dim] into `pages` (int64 [n], no page twice).
 
-    Reads and writes n pages each.
+    n pages are read, and n pages written.
     """
     if _has_kernels(kv_layer):
         from kernels.cuda import page_copy

@@ -1,8 +1,9 @@
 """Causal grouped-query attention over a paged KVCache on the CPU (attention.h).
 
-Reference: `kernels.attention`, with the same semantics. Bytes moved: every page that a query sees is read
-where it lies, once for every TILES tiles of queries (a tile has COLUMNS pairs of query and head), and once in
-decode; queries are read and results written once. Scores never leave the processor's caches.
+Reference: `kernels.attention`, with the same semantics. Bytes moved: pages are read where they lie. In
+prefill, a page is read once for every TILES tiles of queries that see the page (a tile has COLUMNS pairs of
+query and head); in decode, it is read once. Queries are read and results written once. Scores never leave the
+processor's caches.
 
 The result of a token does not depend on its batch, nor on how its sequence was cut into chunks, bit for bit.
 
@@ -61,7 +62,7 @@ class AttentionShape:
         )
 
     def without(self, others: "AttentionShape") -> "AttentionShape":
-        """Return the shape of the heads that are left without the last ones, `others`."""
+        """Return the shape of the first heads, that is of all heads except the last heads `others`."""
         return self.last(self.num_kv_heads - others.num_kv_heads)
 
 
@@ -71,8 +72,8 @@ class PagedAttention:
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
     t lies in page `page_tables[s][t // page_size]`. `kv_shape` is the shape of a layer's pages, `[num_pages,
     num_kv_heads, 2, page_size, head_dim]`. With `num_keys` the pages have only the first `num_keys[s]` tokens
-    of sequence s, and attention is that to these tokens: zeros, with a denominator of zero, for a query that
-    sees none of them. Raises ValueError if lengths, page tables and shape do not fit together.
+    of sequence s, and queries attend only to these tokens. A query that sees none of them gets zeros, and a
+    denominator of zero. Raises ValueError if lengths, page tables and shape do not fit together.
     """
 
     def __init__(

@@ -16,7 +16,10 @@ from kernels.cpu.library import Library
 from kernels.head_norms import HeadNorms
 
 MULTIPLE = 16
-"""The divisor of every row length in norms. Head sizes in rotations are multiples of twice this number."""
+"""The number of which the length of every row in norms is a multiple.
+
+Head sizes in rotations are multiples of twice this number.
+"""
 
 
 class _Slots(ctypes.Structure):

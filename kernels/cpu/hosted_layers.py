@@ -61,13 +61,13 @@ class _LayersMailbox(Mailbox):
         self.shape = shape
 
     def _ints(self, number: int) -> np.ndarray:
-        """Return the memory of a pass's description as int32, a view."""
+        """Return a view of the memory of a pass's description, as int32."""
         start = self._start(number)
         ints: np.ndarray = self._memory[start : start + self.shape.rows_offset].numpy().view(np.int32)
         return ints
 
     def _rows(self, number: int, num_tokens: int) -> torch.Tensor:
-        """Return the hidden states of a pass, `[num_tokens, hidden_size]`: a view."""
+        """Return a view of the hidden states of a pass, `[num_tokens, hidden_size]`."""
         start, num_bytes = self._rows_span(number, num_tokens)
         rows = self._memory[start : start + num_bytes].view(self.shape.dtype)
         return rows.view(-1, self.shape.hidden_size)
@@ -98,7 +98,7 @@ class LayersOwner(_LayersMailbox):
         super().__init__(library, memory, shape, wire)
         self._timeout_ms = c_int64(round(1000 * timeout_s))
         self._asked: dict[int, int] = {}
-        """Numbers of tokens of the passes that were not taken yet."""
+        """Numbers of tokens of the passes whose answers were not taken yet, by the number of the pass."""
         self._num_passes = 0
 
     def ask(
@@ -181,5 +181,5 @@ class LayersHelper(_LayersMailbox):
         return described, self._rows(number, num_tokens)
 
     def answer(self) -> None:
-        """Tell the owner that the pass's hidden states are now those that leave the layers."""
+        """Tell the owner that the pass's hidden states in the mailbox are now the output of the layers."""
         self._answer_pass(*self._rows_span(self._num_passes, self._num_tokens))

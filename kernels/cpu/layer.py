@@ -153,11 +153,10 @@ class Layer:
         slots: Slots,
         workspace: torch.Tensor,
     ) -> torch.Tensor:
-        """Return `hidden` [T, hidden_size] after this layer, and write the keys and values of its tokens to
-        `kv_layer`.
+        """Return `hidden` [T, hidden_size] after this layer.
 
-        `workspace`: `workspace_elements` elements for each token, any content. Raises ValueError for other
-        shapes or dtypes.
+        The keys and values of its tokens are written to `kv_layer`. `workspace`: `workspace_elements`
+        elements for each token, any content. Raises ValueError for other shapes or dtypes.
         """
         return run_layers([(self, kv_layer, attention)], hidden, slots, workspace)
 
@@ -169,9 +168,9 @@ class Layer:
         slots: Slots,
         workspace: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what attention adds to `hidden` [T, hidden_size]: norm, attention, output product.
+        """Return the output of the attention half for `hidden` [T, hidden_size], without the residual.
 
-        Raises ValueError for other shapes or dtypes.
+        The half is norm, attention and output product. Raises ValueError for other shapes or dtypes.
         """
         self._check_pass(hidden, kv_layer, attention, slots, workspace)
         out = torch.empty_like(hidden)
@@ -188,9 +187,9 @@ class Layer:
         return out
 
     def mlp_half(self, hidden: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP adds to `hidden` [T, hidden_size]: norm and MLP.
+        """Return the output of the MLP half for `hidden` [T, hidden_size], without the residual.
 
-        Raises ValueError for other shapes or dtypes.
+        The half is norm and MLP. Raises ValueError for other shapes or dtypes.
         """
         num_tokens = len(hidden)
         self._check("hidden states", hidden, (num_tokens, self.hidden_size))
@@ -251,10 +250,10 @@ def run_layers(
 ) -> torch.Tensor:
     """Return `hidden` [T, hidden_size] after these layers, each with its pages and attention.
 
-    With `helped` a helper has the last heads, or the first pages of sequences, and the pass has been
-    described to the helper; pages and attention have the others. With `owner` the layers are computed for
-    another process, which is told of each layer. In all else this does what `Layer.__call__` does. Raises
-    HelperLost.
+    `helped`: a helper has the last heads, or the first pages of sequences; the pass has been described to the
+    helper, and pages and attention have the other heads or pages. `owner`: the layers are computed for
+    another process, which is told when each layer is done. In all else the function is like `Layer.__call__`.
+    Raises HelperLost.
     """
     first, pages, attention = layers[0]
     first._check_pass(hidden, pages, attention, slots, workspace, helped)

@@ -2,8 +2,8 @@
 
     python -m kernels.cpu.library       (compiles, and says what will be used)
 
-The best instruction set of the processor is taken. The environment variable MOONCAKE_CPU_KERNELS forces a
-lower one (`avx512`, `avx2`), or `torch` for none of them.
+The best instruction set of the processor is used. The environment variable MOONCAKE_CPU_KERNELS forces a
+lower instruction set (`avx512`, `avx2`), or `torch` in place of compiled kernels.
 
 Owns: the choice, made once a process; the one warning that torch computes instead. Does not know: tensors.
 """

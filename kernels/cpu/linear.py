@@ -85,8 +85,10 @@ class PackedLinear:
         return y
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix, as an embedding does: `[T, K]` for int64 `ids` [T]. Raises
-        IndexError."""
+        """Return rows of the matrix, as an embedding does: `[T, K]` for int64 `ids` [T].
+
+        Raises IndexError for ids outside the matrix, ValueError for other tensors.
+        """
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or not ids.is_cpu:
             raise ValueError(f"expected int64 ids of one dimension, got {ids.dtype} {list(ids.shape)}")
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.out_features):

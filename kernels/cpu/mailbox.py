@@ -25,8 +25,10 @@ class HelperLost(RuntimeError):
 
 
 class Wire(NamedTuple):
-    """A connected stream socket between two mailboxes. `timeout_s` limits for how long the other side may
-    take no bytes; None: without limit."""
+    """A connected stream socket between two mailboxes.
+
+    `timeout_s`: the most seconds for which the other side may take no bytes; None without limit.
+    """
 
     sock: socket.socket
     timeout_s: float | None

@@ -56,7 +56,8 @@ def give_back(memory: torch.Tensor) -> None:
 def give_back_all(tensors: Iterable[torch.Tensor]) -> None:
     """Return to the system, for good, the whole pages under tensors of a `HugeMemory`.
 
-    Neighbours are returned as one range: a huge page takes memory until all of it is returned.
+    Tensors that lie side by side are returned as one range: a huge page takes memory until all of it is
+    returned.
     """
     run: tuple[int, int] | None = None
     for first, end in sorted(map(_span, tensors)):
@@ -88,7 +89,7 @@ def _aligned(num_bytes: int) -> int:
 class HugeMemory:
     """An allocator that cuts tensors, one after the other, out of chunks of huge pages.
 
-    A chunk is freed when the last of its tensors is.
+    A chunk is freed when the last of its tensors is freed.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A part of attention in a helper's process (moved_attention.h; BanaServe, section 4.1, figure 4).
 
 Both processes have a mailbox (`kernels.cpu.mailbox`), in which the owner of the sequences describes each pass
-and asks for each layer. The helper has either part:
+and asks for each layer. The helper has one of two parts:
 
 - The last KV heads. The helper's attention reads and writes their pages. Bytes exchanged by a token and
   layer: queries, keys and values to the helper, results back. The result is, bit for bit, that of attention
@@ -9,6 +9,7 @@ and asks for each layer. The helper has either part:
 - The first pages of some sequences, all of them full. Bytes exchanged by a token of these sequences and
   layer: the queries of all heads to the helper; results, and the logarithms L of the softmaxes'
   denominators, back.
+
   With O and L from both processes, the attention of a head is exp(L1 - L) O1 + exp(L2 - L) O2 with
   L = log(exp L1 + exp L2). Sums are in another order than in one process, so bits differ.
 
@@ -55,7 +56,7 @@ class _HostedLayer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class MailboxShape:
-    """The sizes of a mailbox: the longest pass that can be described, and what the helper has."""
+    """The sizes of a mailbox: the longest pass that it can describe, and the heads of the helper."""
 
     num_tokens: int
     """New tokens of a pass, over all its sequences."""
@@ -70,7 +71,7 @@ class MailboxShape:
 
     @property
     def moved_heads(self) -> AttentionShape | None:
-        """The heads that the helper alone has; None for none."""
+        """The heads that the helper alone has; None if the helper has the first pages of sequences."""
         return None if self.has_keys else self.heads
 
     @property
@@ -151,10 +152,10 @@ class AttentionOwner(_AttentionMailbox):
     ) -> None:
         """Describe the next pass over these layers to the helper.
 
-        If the helper has pages of sequences, only these sequences are described, with their pages there, all
-        of them full; `tokens`, int64, are the rows of their new tokens in the pass.
-
-        Raises ValueError for a pass that is too long, and HelperLost if an earlier pass has lost the helper.
+        If the helper has the first pages of sequences, only these sequences are described, and their page
+        tables name only the pages at the helper, all of them full. `tokens`, int64, are then the rows of the
+        sequences' new tokens in the pass. Raises ValueError for a pass that is too long, and HelperLost if an
+        earlier pass has lost the helper.
         """
         if self.is_closed:
             raise self.lost()

@@ -40,7 +40,7 @@ class PageCopies:
         self._nums_pages = [
             min((len(tensor) for tensor in side), default=0) for side in zip(*self._parts, strict=True)
         ]
-        """The number of pages that every first tensor has, and the number that every second tensor has."""
+        """The number of pages that all first tensors have, and the number that all second tensors have."""
         self._copy = library.code.copy_pages
         self._copy.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64)
         self.page_bytes = sum(part.num_bytes for part in self._described)

@@ -17,8 +17,11 @@ _NUM_LISTS = 3
 
 @dataclass(frozen=True, slots=True)
 class HostedPass:
-    """A pass as its owner describes it: its layers, and of each sequence the number of new tokens, the number
-    of all tokens, and the page table, which may end before the last tokens."""
+    """A pass as its owner describes it.
+
+    Of each sequence it has the number of new tokens, the number of all tokens, and the page table, which may
+    end before the last tokens.
+    """
 
     number: int
     layers: range
@@ -62,10 +65,10 @@ def write_pass(
 
 
 def read_pass(ints: np.ndarray, number: int) -> HostedPass:
-    """Return the description that `write_pass` has written, as a copy. `number` is the pass's number.
+    """Return a copy of the description that `write_pass` has written. `number` is the pass's number.
 
-    Raises ValueError for lengths that are none, or for which `ints` has no room. The numbers of layers and
-    pages are not checked.
+    Raises ValueError for impossible lengths, or lengths for which `ints` has no room. The numbers of layers
+    and pages are not checked.
     """
     num_sequences, _, first, end = ints[:_NUM_HEADER_INTS].tolist()
     lists = ints[_NUM_HEADER_INTS:].copy()

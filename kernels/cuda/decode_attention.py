@@ -26,14 +26,19 @@ from kernels.cuda.spans import Spans
 LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_SPLITS = 64
 _MAX_PROGRAMS_PER_SM = 16
-"""The most programs in the grid for each processor, programs without a part included."""
+"""The most programs in the grid for each SM, programs without a part included."""
 _PROGRAMS_PER_SM = 4
-"""Programs of one processor that keep the memory busy; a processor can run all of them at once."""
+"""Programs of one SM that keep the memory busy; an SM can run all of them at once."""
 _MOST_IMBALANCE = 1.5
-"""The largest ratio of the longest part to the parts of an even division among `_PROGRAMS_PER_SM` programs a
-processor."""
+"""The largest ratio of the longest part to a part of an even division.
+
+An even division gives each SM `_PROGRAMS_PER_SM` programs with equal parts.
+"""
 _PART_MULTIPLE = 64
-"""The divisor of every part's length. It is itself a multiple of every tile's number of keys."""
+"""The number of which every part's length is a multiple.
+
+It is a multiple of every tile's number of keys.
+"""
 
 
 class DecodeTile(NamedTuple):
@@ -75,9 +80,9 @@ def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim:
 
 @triton.jit
 def _parts(span, window, num_splits, BLOCK_KEYS: tl.constexpr):
-    """Return the fields of a span: row, visible keys [first, end), beginning of its page table, keys of a
-    part, number of parts.
+    """Return the fields of a span, and its division into parts.
 
+    They are: row, visible keys [first, end), beginning of its page table, keys of a part, number of parts.
     There are at least 1 and at most `num_splits` parts. They begin at the block with the first visible key.
     """
     end = (tl.load(span + 1) * (tl.load(span + 2) + 1)).to(tl.int32)
@@ -207,15 +212,15 @@ def decode_attention(
     lse: torch.Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
-    """Write attention into the rows of `out` that `spans` (of at most one token each) name; other rows stay.
+    """Write attention into the rows of `out` that `spans` name; other rows stay as they are.
 
-    `query`, `out`: `[T, num_heads, head_dim]` in the pages' dtype; tokens of `query` may lie apart, the
-    heads of a token may not. Query head h uses KV head `h // (num_heads // num_kv_heads)`. `kv_layer`:
-    contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or float16, with the
-    new tokens. The query at position p sees the keys at `(p - sliding_window, p]`. `scale` multiplies the
-    scores. `lse`, float32 `[T, num_heads]`, takes the natural logarithm of each softmax's denominator.
-    `num_splits`: see `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`).
-    Raises ValueError for other tensors; page numbers are checked by `plan_spans` only.
+    Spans have at most one token each. `query`, `out`: `[T, num_heads, head_dim]` in the pages' dtype; tokens
+    of `query` may lie apart, the heads of a token may not. Query head h uses KV head `h // (num_heads //
+    num_kv_heads)`. `kv_layer`: contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32,
+    bfloat16 or float16, with the new tokens. The query at position p sees the keys at `(p - sliding_window,
+    p]`. `scale` multiplies the scores. `lse`, float32 `[T, num_heads]`, takes the natural logarithm of each
+    softmax's denominator. `num_splits`: see `pick_num_splits`; spans may ask for fewer and longer parts
+    (`pick_part_keys`). Raises ValueError for other tensors; page numbers are checked by `plan_spans` only.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     if num_splits < 1 or num_splits & (num_splits - 1):

@@ -1,9 +1,9 @@
-"""Prefill attention for Hopper's SMs, in Gluon, Triton's language below tiles.
+"""Prefill attention for Hopper's SMs, in Gluon, Triton's lower-level language.
 
 A program attends with 128 (token, head of the group) pairs to all keys that they see. One warp copies blocks
 of keys and values to a ring in shared memory (TMA); two warpgroups have 64 pairs each. A warpgroup starts the
-product for the scores of a block and the product with the values of the block before, and computes the
-softmax of the scores during the latter, as FlashAttention-3 does (Shah et al., 2024, section 3.2).
+product for the scores of a block and the product with the values of the block before. It computes the softmax
+of the scores while the second product runs, as FlashAttention-3 does (Shah et al., 2024, section 3.2).
 
 Reference: `kernels.cuda.spans.attention_reference`. FLOP and bytes moved: `kernels.cuda.prefill_attention`.
 
@@ -100,8 +100,10 @@ def _step(
     IS_MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_KEYS: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of `block` and their softmax, beside the product of the previous block's weights and
-    values."""
+    """Compute the scores of `block` and their softmax, and add the values of the block before to the result.
+
+    The product with these values runs while the softmax is computed.
+    """
     k_ring, v_ring, k_full, v_full, k_free, v_free = ring
     stage, before = block % STAGES, (block - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)

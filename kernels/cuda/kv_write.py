@@ -1,8 +1,7 @@
 """Norm, rotation and page write of queries, keys and values before attention, in one pass over memory.
 
-The norms are those of each query and key that some models have (Qwen3).
-
-Bytes moved: every query, key and value read once and written once; `bytes_moved`.
+Some models (Qwen3) have a norm of each query and key. Bytes moved: every query, key and value read once and
+written once; `bytes_moved`.
 
 Owns: the reference, the kernel, its launch. Does not know: layers, the owners of pages.
 """
@@ -35,8 +34,10 @@ class TokenSlots:
 
 
 def bytes_moved(num_tokens: int, num_rows: int, head_dim: int, item_bytes: int) -> int:
-    """Return the bytes moved for `num_rows` heads a token (query heads + 2 * KV heads), without the
-    angles."""
+    """Return the bytes moved for `num_rows` heads a token, without the angles.
+
+    `num_rows`: query heads + 2 * KV heads.
+    """
     return 2 * num_tokens * num_rows * head_dim * item_bytes
 
 

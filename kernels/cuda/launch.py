@@ -123,7 +123,7 @@ def _kind(argument: Any) -> object:
 
 
 def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context whose launches go to the tensor's GPU, not to the thread's current one."""
+    """Return a context whose launches go to the tensor's GPU, not to the thread's current GPU."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]

@@ -37,12 +37,11 @@ def _copy_pages(
 def gather_pages(
     kv_layer: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return copies of pages, `kv_layer[pages]` `[n, num_kv_heads, 2, page_size, head_dim]`, in `out` if
-    given.
+    """Return copies of pages, `kv_layer[pages]`, written into `out` if it is given.
 
-    `kv_layer`: contiguous pages of one layer; `pages`: int64 `[n]` on its device. Items of `out` may lie
-    apart (one layer of a buffer of whole blocks). Raises ValueError for other tensors; page numbers are not
-    checked.
+    The result is `[n, num_kv_heads, 2, page_size, head_dim]`. `kv_layer`: contiguous pages of one layer;
+    `pages`: int64 `[n]` on its device. Items of `out` may lie apart (one layer of a buffer of whole blocks).
+    Raises ValueError for other tensors; page numbers are not checked.
     """
     if out is None:
         out = torch.empty((len(pages), *kv_layer.shape[1:]), dtype=kv_layer.dtype, device=kv_layer.device)

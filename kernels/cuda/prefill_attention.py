@@ -1,8 +1,8 @@
 """Causal attention of chunks of prompts over paged KVCache: several sequences, concatenated without padding.
 
 One program attends with a tile of (token, head of the group) pairs to all keys that they see, so K and V are
-read once for all heads of a group. Blocks of keys before the tile's first query need no mask; only those on
-the diagonal, or all of them with a sliding window, are masked. `hopper_prefill` does the same faster, on
+read once for all heads of a group. Blocks of keys before the tile's first query need no mask. Blocks on the
+diagonal are masked; with a sliding window, all blocks are masked. `hopper_prefill` does the same faster, on
 Hopper's SMs only; `prefill_attention` chooses.
 
 Reference: `kernels.cuda.spans.attention_reference`. FLOP: `flops`. Bytes moved: the keys and values that a
@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class PrefillTile(NamedTuple):
-    """The shape and launch parameters of the kernel: (token, head) pairs, keys of one step, warps, steps in
-    flight."""
+    """The shape and launch parameters of the kernel.
+
+    They are: (token, head) pairs, keys of one step, warps, steps in flight.
+    """
 
     block_rows: int
     block_keys: int
@@ -52,8 +54,10 @@ def default_tile(dtype: torch.dtype, head_dim: int) -> PrefillTile:
 
 @cache
 def hopper_kernel(device: torch.device) -> ModuleType | None:
-    """Return the module `hopper_prefill` if the device is a Hopper GPU and this Triton has Gluon; else
-    None."""
+    """Return the module `hopper_prefill` for a Hopper GPU.
+
+    Returns None for other devices, and if this Triton has no Gluon.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
@@ -67,8 +71,10 @@ def hopper_kernel(device: torch.device) -> ModuleType | None:
 
 
 def flops(query_lens: list[int], kv_lens: list[int], num_heads: int, head_dim: int) -> int:
-    """Return the FLOP of the products for scores and with values, without a window: 4 for each element of a
-    visible key and each query head."""
+    """Return the FLOP of the products for scores and with values, without a window.
+
+    They are 4 for each query head and each element of a visible key.
+    """
     num_scores = sum(n * kv_len - n * (n - 1) // 2 for n, kv_len in zip(query_lens, kv_lens, strict=True))
     return 4 * num_scores * num_heads * head_dim
 
@@ -176,11 +182,12 @@ def prefill_attention(
     lse: torch.Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
-    """Write attention into the rows of `out` that `spans` cover; other rows stay.
+    """Write attention into the rows of `out` that `spans` cover; other rows stay as they are.
 
-    Arguments are those of `decode_attention`, but spans have up to `tile.num_tokens(num_heads //
-    num_kv_heads)` tokens, as `plan_spans` must have cut them; without `tile` the tile is `default_tile`'s,
-    and the kernel is Hopper's for tensors that it supports. Raises ValueError for other tensors.
+    Arguments are those of `decode_attention`, with two differences. Spans have up to
+    `tile.num_tokens(num_heads // num_kv_heads)` tokens, as `plan_spans` must have cut them. Without `tile`
+    the tile is `default_tile`'s, and tensors that Hopper's kernel supports are computed by Hopper's kernel on
+    a Hopper GPU. Raises ValueError for other tensors.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     _, num_heads, head_dim = query.shape

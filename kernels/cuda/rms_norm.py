@@ -1,7 +1,8 @@
 """Root-mean-square norm of rows, with the addition of the previous block's output.
 
-Bytes moved: without the addition, 2 numbers an element; with it, 4 (`x` and the residual read, the sum and
-the norm written), where separate kernels for addition and norm move 5. The weight comes from the cache.
+Bytes moved: without the addition, 2 numbers an element; with it, 4 numbers (`x` and the residual read, the
+sum and the norm written). Separate kernels for addition and norm would move 5. The weight comes from the
+cache.
 
 Owns: the reference, the kernel, its launch. Does not know: layers.
 """

@@ -1,8 +1,8 @@
 """Products of a few rows with a large matrix, which read each weight once at the memory's speed.
 
-The operations around a product are fused: the bias, the residual, the gate of an MLP; of a single row also
-the root-mean-square norm before it. A single row is multiplied element by element, others by the
-instructions for matrix products.
+The operations around a product are fused: the bias, the residual, the gate of an MLP. With a single row, the
+root-mean-square norm before the product is fused too. A single row is multiplied element by element, several
+rows by the instructions for matrix products.
 
 Bytes moved: the weights; the rows are small beside them, and come from the cache.
 
@@ -24,8 +24,10 @@ MAX_GATED_ROWS = 64
 """The most rows of a gated product, for which the fusion saves a pass over the gates."""
 DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 160 << 10
-"""Bytes of shared memory that a GPU must have for a program: tiles take 144 KiB of an A100's 163, and 192 of
-Hopper's 227. Consumer GPUs, L4 and L40 have 99."""
+"""Bytes of shared memory that a GPU must have for a program.
+
+Tiles take 144 KiB of an A100's 163, and 192 of Hopper's 227. Consumer GPUs, L4 and L40 have 99.
+"""
 
 
 class Norm(NamedTuple):
@@ -37,8 +39,10 @@ class Norm(NamedTuple):
 
 
 class LinearTile(NamedTuple):
-    """The shape and launch parameters: result columns and summed terms of one step, warps, steps in
-    flight."""
+    """The shape and launch parameters of the kernel.
+
+    They are: columns of the result and summed terms of one step, warps, steps in flight.
+    """
 
     block_columns: int
     block_terms: int
@@ -49,8 +53,8 @@ class LinearTile(NamedTuple):
 def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> LinearTile:
     """Return the fastest tile on a Hopper GPU.
 
-    `is_plain`: the product has neither a norm before it nor a gate behind it. With a single row these take
-    registers.
+    `is_plain`: the product has neither a norm before it nor a gate behind it. With a single row, norm and
+    gate take registers.
     """
     if num_rows == 1:
         return LinearTile(2, 2048, 4 if is_plain else 8, 1)
@@ -186,13 +190,13 @@ def skinny_linear(
     is_gated: bool = False,
     tile: LinearTile | None = None,
 ) -> torch.Tensor:
-    """Return `x @ weight.T + bias` `[T, m]` of a few contiguous rows `x` [T, n], at most MAX_ROWS or
-    MAX_GATED_ROWS.
+    """Return `x @ weight.T + bias` `[T, m]` of a few contiguous rows `x` [T, n].
 
-    `weight` is contiguous `[m, n]`, `bias` `[m]`. `norm` is applied to the rows before the product. With
-    `is_gated` the result is `silu(gates) * values` `[T, m / 2]`: gates are the first half of the product,
-    values the second. `residual`, of the result's shape, is added. All tensors are bfloat16 or float16;
-    sums are float32, rounded once. Raises ValueError for other tensors.
+    `x` has at most MAX_ROWS rows, or MAX_GATED_ROWS with `is_gated`. `weight` is contiguous `[m, n]`, `bias`
+    `[m]`. `norm` is applied to the rows before the product. With `is_gated` the result is `silu(gates) *
+    values` `[T, m / 2]`: gates are the first half of the product, values the second. `residual`, of the
+    result's shape, is added. All tensors are bfloat16 or float16; sums are float32, rounded once. Raises
+    ValueError for other tensors.
     """
     num_rows, num_terms = x.shape
     most_rows = MAX_GATED_ROWS if is_gated else MAX_ROWS

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 SPAN_FIELDS = 5
-"""The number of fields of a span: row of its first query, number of tokens, first position, index of the
-first page, keys of one part of a decoded sequence (`decode_attention`)."""
+"""The number of fields of a span.
+
+They are: row of its first query, number of tokens, first position, index of the first page, keys of one part
+of a decoded sequence (`decode_attention`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,11 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """The plan of a batch on the host, int64: spans of single-token queries, spans of longer chunks, and
-    pages."""
+    """The plan of a batch on the host, int64.
+
+    `decode`: spans of single-token queries. `prefill`: spans of longer chunks. `pages`: the page tables of
+    all sequences.
+    """
 
     decode: np.ndarray
     prefill: np.ndarray
