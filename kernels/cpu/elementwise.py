@@ -16,9 +16,9 @@ from kernels.cpu.library import Library
 from kernels.head_norms import HeadNorms
 
 MULTIPLE = 16
-"""The number of which the length of every row in norms is a multiple.
+"""Every row length in norms is a multiple of this number.
 
-Head sizes in rotations are multiples of twice this number.
+Every head size in rotations is a multiple of twice this number.
 """
 
 

@@ -83,8 +83,10 @@ class Library:
         self.code.set_num_threads(num_threads)
 
     def be_guest(self) -> None:
-        """Make the calling thread a guest: it computes beside the thread that computes for this process
-        (idle_cores.h)."""
+        """Make the calling thread a guest (idle_cores.h).
+
+        A guest computes beside the thread that computes for this process.
+        """
         self.code.be_guest()
 
     @property

@@ -35,9 +35,9 @@ _MOST_IMBALANCE = 1.5
 An even division gives each SM `_PROGRAMS_PER_SM` programs with equal parts.
 """
 _PART_MULTIPLE = 64
-"""The number of which every part's length is a multiple.
+"""The length of every part is a multiple of this number.
 
-It is a multiple of every tile's number of keys.
+This number is a multiple of every tile's number of keys.
 """
 
 
@@ -65,7 +65,7 @@ def pick_num_splits(num_queries: int, num_kv_heads: int, num_sms: int) -> int:
 def pick_part_keys(num_keys: np.ndarray, num_kv_heads: int, num_sms: int) -> int:
     """Return the number of keys of a part, for decoded sequences that see `num_keys` keys (int64 `[S]`).
 
-    Parts are long, as each costs a partial result, but not so long that all programs wait for one.
+    Parts are long, as each costs a partial result, but not so long that all programs wait for a single one.
     """
     balanced = num_keys.sum() * num_kv_heads / (_PROGRAMS_PER_SM * num_sms)
     longest = int(num_keys.max())

@@ -1,8 +1,8 @@
 """The pools of a client, and failover between them.
 
 A thread has a connection for itself while it uses a pool. A separate thread reconnects to a lost pool: about
-once a second, and only while there are calls. A call waits only a moment for this thread if another pool can
-answer the call.
+once a second, and only while there are calls. If another pool can answer a call, the call waits only a moment
+for this thread.
 
 Owns: open connections and their serials; failover to another pool that can answer. Does not know: the calls.
 """
@@ -76,10 +76,12 @@ class Backend:
         self._lock = threading.Lock()
         """Lock of the serials and of `_attempt`."""
         self._free_serials: list[int] = []
-        """Serials of closed connections, to be used again. Lost connections that may have had pages reserved
-        are last."""
+        """Serials of closed connections, to be used again.
+
+        The last `_num_unsettled` serials are those of lost connections that may have had pages reserved.
+        """
         self._num_unsettled = 0
-        """Number of serials in `_free_serials` whose connections may have had pages reserved."""
+        """Number of serials at the end of `_free_serials` whose connections may have had pages reserved."""
         self._mapping: Mapping | None = None
         self._is_closed = False
 
@@ -160,7 +162,7 @@ class Backend:
                 return  # another thread was faster
 
     def _open(self, timeout_s: float, *, may_format: bool) -> PoolConnection:
-        """Return a new connection. It uses the serial of a closed connection again if there is one."""
+        """Return a new connection, with the serial of a closed connection if there is one."""
         with self._lock:
             serial = self._free_serials.pop() if self._free_serials else next(_serials)
             was_unsettled = self._num_unsettled > 0
@@ -263,8 +265,8 @@ class Backends:
     ) -> None:
         """Ask one pool after the other until all `wanted` blocks are found.
 
-        `use` is called with the positions that are still wanted. It returns the positions that its pool
-        lacks.
+        `use` is called with the positions that are still wanted, and returns the positions that are missing
+        in its pool.
         """
 
         def ask(connection: PoolConnection) -> None:

@@ -67,7 +67,8 @@ class _Pools:
     """The pools of a command. Each is asked separately, as pools may be of different models."""
 
     def __init__(self, addresses: Sequence[str], key_file: str | None) -> None:
-        """Connect to the pools. Raises PoolError or ConfigError if there are none."""
+        """Connect to the pools. Raises PoolError if no pool answers, ConfigError for a wrong address or
+        key."""
         self.has_lost = False
         """Whether a pool was left out because it did not answer."""
         self._key_file = key_file

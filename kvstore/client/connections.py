@@ -49,13 +49,14 @@ from mooncake.security.keys import ClusterKey
 RemoteCall = Call | GetBlocks | PutBlocks
 Expected = TypeVar("Expected", bound=Answer | GotBlocks)
 CopyLayers = Callable[[range, Sequence[int], Addresses], Digests]
-"""A caller's function that copies consecutive layers of blocks, given by position, each to an address.
+"""A function of the caller that copies consecutive layers of some blocks to memory.
 
-The function returns the xxh3-64 of every layer, `[block][layer]`, and may wait until the layers are there.
+Its arguments are the layers, the positions of the blocks in the call, and an address for each block. The
+function returns the xxh3-64 of every layer, `[block][layer]`, and may wait until the layers are there.
 """
 
 _WRITTEN_BYTES = 1 << 20
-"""Bytes of written layers after which a put commits them."""
+"""A put commits written layers whenever they have this many bytes."""
 _COMMIT_BYTES = 1 << 17
 """The most bytes of checksums in one message."""
 

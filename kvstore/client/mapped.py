@@ -37,7 +37,7 @@ from mooncake.messages.blocks import BlockKey
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _COPY_LEASE_S = 30.0
-"""Seconds of the lease for one copy, more than a copy takes."""
+"""Seconds for which a copy leases its blocks. A copy takes less time."""
 _TRIES = 40
 """Attempts to receive an answer before the thread sleeps."""
 _POPULATED_BYTES = 64 * 1024
@@ -93,7 +93,7 @@ class MappedConnection(PoolConnection):
         self._lock = threading.Lock()
         """Lock that keeps `end_lease` from using a socket that `close` has closed.
 
-        The number of a closed descriptor may belong to another file at once.
+        The system may give the number of a closed descriptor to another file at once.
         """
 
     @classmethod

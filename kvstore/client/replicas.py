@@ -1,4 +1,4 @@
-"""Copies of a block in several pools: messengers make the copies, as a client tells them.
+"""Copies of a block in several pools, which messengers make on a client's order.
 
 A copy is an ordinary transfer. The target reserves a page and opens it to the source. The source finds the
 block and sends its layers to this page. The target verifies every layer, and seals the block.

@@ -26,7 +26,7 @@ _CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
 _MAX_BUFFERS = 1024
 """The most buffers of one system call, IOV_MAX of Linux."""
 _LOOKUP_BYTES = 1 << 20
-"""Size of a put in bytes from which on the client first asks which of the blocks the pool has already."""
+"""Before a put of this many bytes or more, the client asks which blocks the pool has already."""
 
 
 class StreamedConnection(PoolConnection):

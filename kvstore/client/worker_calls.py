@@ -1,4 +1,4 @@
-"""A worker's calls to its messenger and their answers. Each task may have a call in flight.
+"""A worker's calls to its messenger and their answers. Several tasks may have calls in flight at a time.
 
 Owns: the connection, calls in flight, whether the messenger is there. Does not know: the meaning of calls.
 """
@@ -36,7 +36,7 @@ class WorkerCalls:
 
     def __init__(self, sock: socket.socket, instance: str) -> None:
         self.closed = asyncio.Event()
-        """Set when the messenger is gone or has ended the session."""
+        """Event that is set when the messenger is gone or has ended the session."""
         self._instance = instance
         self._gone_reason = f"messenger of {instance} gone"
         self._ids = itertools.count(1)

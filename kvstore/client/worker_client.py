@@ -78,7 +78,7 @@ class WorkerClient:
         self.segment = segment
         self._calls = calls
         self.closed = calls.closed
-        """Set when the messenger is gone or has ended the session."""
+        """Event that is set when the messenger is gone or has ended the session."""
         self._background: set[asyncio.Task[object]] = set()
         """Reservations in flight, and releases of reservations whose caller was cancelled."""
 
@@ -133,7 +133,7 @@ class WorkerClient:
         return all((await self._calls.ask(Lookup(self._calls.new_id(), list(keys)), Located)).locations)
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to promote blocks from SSD to DRAM, for a reservation to come."""
+        """Begin to promote blocks from SSD to DRAM, for a later reservation."""
         await self._calls.send(Prefetch(list(keys)))
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
@@ -246,8 +246,8 @@ class WorkerClient:
         layers arrives.
 
         Returns for each block the number of layers that have arrived, and its page, which may be a new one.
-        Before the call returns, the caller may write only blocks that the fetch has given up. If a source
-        fails, no error is raised.
+        Before the call returns, the caller may write only blocks from `num_blocks` on, which the fetch has
+        given up. If a source fails, no error is raised.
         """
         call = FetchBlocks(self._calls.new_id(), reservation_id, list(sources), list(blocks))
         answer = await self._calls.ask(call, Fetched, on_layers)
@@ -271,15 +271,15 @@ class WorkerClient:
     async def verify(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Have these blocks compared with their checksums, in every tier.
 
-        Returns the keys of blocks of which a damaged copy was dropped.
+        Returns the keys of blocks with a damaged copy, which was dropped.
         """
         return (await self._calls.ask(VerifyBlocks(self._calls.new_id(), list(keys)), Verified)).damaged
 
     async def wait_arrived(self, reservation_id: int) -> None:
         """Wait until all granted pages are complete and verified, as a decode instance does.
 
-        Raises TransferError if a sender's connection was lost before, or if a sender sent damaged bytes or
-        gave up. A sender that never connects is not noticed here: the caller has a deadline.
+        Raises TransferError if a sender's connection was lost before that, or if a sender sent damaged bytes
+        or gave up. A sender that never connects is not noticed here: the caller has a deadline.
         """
         await self._calls.ask(AwaitArrived(self._calls.new_id(), reservation_id), Done)
 

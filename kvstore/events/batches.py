@@ -19,7 +19,7 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
-"""The most blocks of a batch, whose message then has some 200 KB.
+"""The most blocks of a batch. The message of such a batch has some 200 KB.
 
 A batch of this size is sealed automatically, so the log is bounded even if no caller seals.
 """
@@ -66,7 +66,7 @@ class EventLog:
         self._kind: type[KVStored | KVRemoved] | None
         self._tier: Tier | None
         self._keys: list[BlockKey]
-        """Keys of the last event. Further keys of the same kind and tier are added to it."""
+        """Keys of the last event. Further keys of the same kind and tier are added to this list."""
         self._start_batch()
         # Numbers begin anew with each life: followers of an earlier one must forget what it said.
         self.cleared()

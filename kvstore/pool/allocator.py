@@ -24,7 +24,7 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
 
 _VICTIMS_SHARE = 64
-"""The divisor of the number of pages that gives the number of victims chosen at a time."""
+"""The number of victims chosen at a time is the number of pages divided by this number."""
 
 
 class PageAllocator:

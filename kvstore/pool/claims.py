@@ -18,7 +18,7 @@ class Block:
     """One block of a reservation.
 
     Invariants: a block that was ever SEALED in its page has all layers. A block is SEALED when its last layer
-    arrives, unless it is private or its key is sealed in another page then.
+    arrives, unless the block is private, or a block with its key is sealed in another page then.
     """
 
     key: BlockKey | None

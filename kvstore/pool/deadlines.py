@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 _SPARE_ENTRIES = 1000
-"""Outdated entries of the heap that are tolerated, beyond the number of deadlines."""
+"""The heap may have as many outdated entries as there are deadlines, and this number more."""
 
 Name = TypeVar("Name", int, bytes)
 

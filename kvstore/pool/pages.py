@@ -103,7 +103,10 @@ class Adopted(NamedTuple):
 
 
 def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Return name, dtype and shape (of one page's entry) of each array, in their order in memory."""
+    """Return name, dtype and shape of each array, in their order in memory.
+
+    The shape is that of one page's entry.
+    """
     return [
         ("state", np.dtype("u1"), ()),
         ("generation", np.dtype("<u4"), ()),

@@ -42,10 +42,10 @@ class Pins:
         return key in self._by_key
 
     def add(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
-        """Pin those of `keys` that are in DRAM, or renew their pins. Returns the number of these keys.
+        """Pin the blocks of `keys` that are in DRAM, or renew their pins. Returns the number of these blocks.
 
-        A soft pin does not replace a hard one, on which its owner relies. Raises PoolError if hard pins would
-        take more than half of the pool.
+        A soft pin does not replace a hard one. Raises PoolError if hard pins would take more than half of the
+        pool.
         """
         index, num_pages = self._allocator.index, self._allocator.table.num_pages
         pages = {key: page for key in keys if (page := index.get(key)) is not None}

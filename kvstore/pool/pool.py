@@ -1,14 +1,16 @@
 """The DRAM tier of one instance's part of the KVCache pool: allocation and users of pages.
 
-A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a
-deadline: on the pages of its sealed blocks, and on fresh pages for its other blocks. A *lease* only reads,
-and ends by itself at its deadline. A *hold* is a claim on one page while its bytes may be read or written, by
-a transfer, by a copy to or from SSD, or by a writer of an earlier life; or while the mover keeps the page's
-block in DRAM for a request. A *pin* keeps a block that is not in use. (Mooncake, section 3: paged blocks,
-deduplicated by key, eviction by policy.)
+A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a deadline:
+on the pages of its sealed blocks, and on fresh pages for its other blocks. A *lease* is a claim to read
+pages, and ends at its deadline at the latest. A *hold* is a claim on one page while its bytes may be read or
+written, by a transfer, by a copy to or from SSD, or by a writer of an earlier life. The mover also holds
+pages whose blocks it keeps in DRAM for a request. A *pin* keeps a block that is not in use. (Mooncake,
+section 3: paged blocks, deduplicated by key, eviction by policy.)
 
 Invariants:
-- the users of a page (see allocator) are its reservations, its leases, its hard pin and its holds, no others;
+
+- the users of a page (see `PageAllocator`) are its reservations, its leases, its hard pin and its holds, no
+  others;
 - a page is RESERVED iff exactly one reservation has it and its block was never sealed there: the block is
   incomplete, has no key, or another block was sealed under its key first;
 - a page with a user is never evicted, and never reused for another block.
@@ -38,7 +40,7 @@ from mooncake.messages.pools import Tier
 
 
 class Pool:
-    """The states and users of all pages of a table, whose sealed blocks are adopted.
+    """The states and users of all pages of a table. The table's sealed blocks are adopted.
 
     `on_sealed` is called with pages whose blocks can be found from then on, adopted ones included.
     `low_watermark`, `on_space` and `on_pressure` are described at `Evictor`.
@@ -79,7 +81,7 @@ class Pool:
         """Leases by id. Other modules only read this."""
         self._lease_deadlines = Deadlines[int]()
         self._num_holds: Counter[int] = Counter()
-        """The number of holds on each page that has any."""
+        """The number of holds on each page that has holds."""
         self._former_writers: dict[PageWriter, list[int]] = {}
         for page, writer in self.allocator.adopted_writers.items():
             self._add_hold(page)
@@ -184,8 +186,8 @@ class Pool:
     def renew_pages(self, reservation: PageReservation, blocks: Sequence[Block]) -> None:
         """Replace the pages of blocks of `reservation`, as a transfer may still write the old pages.
 
-        Layers that have arrived are lost. Does nothing if the reservation has been released. Without room
-        raises PoolFullError, and changes nothing.
+        Layers that have arrived are lost. Does nothing if the reservation has been released. Raises
+        PoolFullError, and changes nothing, if there is no room.
         """
         if self.reservations.get(reservation.reservation_id) is not reservation:
             return
@@ -312,7 +314,7 @@ class Pool:
         return list(self._former_writers)
 
     def keep_aside(self, writer: PageWriter) -> None:
-        """Record that `writer`, too, may be writing to any page of the former writers."""
+        """Record that `writer` may also be writing to any page of the former writers."""
         pages = {page for pages in self._former_writers.values() for page in pages}
         own = self._former_writers.setdefault(writer, [])
         for page in pages.difference(own):

@@ -106,7 +106,7 @@ def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | 
 
 
 def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> None:
-    """Write an empty table under `header` into `buffer`. The magic is written last."""
+    """Write `header` and an empty page table into `buffer`. The magic is written last."""
     encoded = msgspec.msgpack.encode(header)
     if _PREFIX.size + len(encoded) > _COPY_TABLE_OFFSET:
         raise ConfigError(f"a fingerprint of {len(header.fingerprint)} characters; give it at most 1,000")

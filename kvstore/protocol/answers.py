@@ -64,9 +64,9 @@ class LayersFetched(msgspec.Struct, tag=True, frozen=True):
     """The progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks are verified and in
     place.
 
-    This is no answer: several are sent during a fetch. While only a part of the next layers has arrived, the
-    same numbers are sent again. Blocks from `num_blocks` on have been given up: they keep the layers that
-    they have, and the caller may write their other layers.
+    This is no answer: several such messages are sent during a fetch. While only a part of the next layers has
+    arrived, the same numbers are sent again. Blocks from `num_blocks` on have been given up: they keep the
+    layers that they have, and the caller may write their other layers.
     """
 
     call_id: int

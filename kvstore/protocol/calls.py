@@ -1,9 +1,9 @@
 """Messages of the users of an instance's part of the pool to its messenger.
 
-A *worker* (`Attach`) and any number of *clients* (`Connect`) speak the same language: one msgpack packet
-a message on a Unix socket, and the segment mapped beside it. Clients on other hosts speak it over TCP,
-one frame a message (`frames`), after both sides have proved that they know the cluster's key (`greeting`).
-These clients map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
+A *worker* (`Attach`) and any number of *clients* (`Connect`) send the same messages. On a Unix socket a
+message is one msgpack packet, and the user maps the segment. Clients on other hosts use TCP, where a message
+is one frame (`frames`), after both sides have proved that they know the cluster's key (`greeting`). These
+clients map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
 `Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `DeviceBlocks`, `StopFetch` and `DropIdle` are no calls:
@@ -193,7 +193,7 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopFetch(msgspec.Struct, tag=True, frozen=True):
-    """End the fetch of this reservation early. The fetch is answered as soon as nothing is written."""
+    """End the fetch of this reservation early. The fetch is answered as soon as nothing writes its pages."""
 
     reservation_id: int
 

@@ -70,7 +70,7 @@ class PacketConnection(Generic[Incoming]):
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Send a message without waiting.
 
-        Raises PoolError if the message is too large. After the connection's end it is dropped.
+        Raises PoolError if the message is too large. After the connection's end the message is dropped.
         """
         packet = encode(message)
         if not self.ended.done():

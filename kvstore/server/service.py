@@ -88,7 +88,10 @@ class Service:
             self._open(segment)
 
     def _publish(self, config: MessengerProcess) -> tuple[str, str]:
-        """Start to publish KV events, in both formats. Returns the two endpoints of the internal format."""
+        """Start to publish KV events, in the internal format and, if configured, in vLLM's format.
+
+        Returns the two endpoints of the internal format.
+        """
         endpoint, request_endpoint = config.event_endpoints
         internal = InternalPublisher(
             self._events,
@@ -187,8 +190,8 @@ class Service:
         """Open a client's session. Returns the answer to the client's first message, and the session.
 
         The session's answers go to `send`. `writer` is None for a client that writes no page itself. Raises
-        MismatchError if the pool has other blocks. Raises PoolError without a common version, and if the pool
-        has no layout yet and this client may not give it one.
+        MismatchError if the pool has other blocks. Raises PoolError if there is no common version, or if the
+        pool has no layout yet and this client may not give it one.
         """
         theirs = Versions(connect.oldest_version, connect.newest_version)
         version = SPOKEN.common(theirs)

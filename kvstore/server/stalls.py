@@ -23,7 +23,9 @@ _WATCH_S = 5.0
 
 
 class StallWatch:
-    """The watch over one connection. A transfer sets `receive_due_s` or `send_due_s`, and None at its end.
+    """The watch over one connection.
+
+    A transfer sets `receive_due_s` or `send_due_s` to its deadline, and to None at its end.
 
     Args:
         on_stall: Ends the connection.

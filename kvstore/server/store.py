@@ -144,8 +144,8 @@ class Store:
 
         The segment is locked as far as the kernel allows. Registered memory cannot be moved any more, and
         huge pages are registered fast. All of this goes on beside requests, and takes minutes in a large
-        segment. It goes on at half speed if there are no RDMA cards to wait for it. Raises ConfigError if
-        RDMA is demanded and the segment cannot be registered.
+        segment. Without RDMA cards, which would wait for it, the work goes on at half speed. Raises
+        ConfigError if RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = was_moved = True

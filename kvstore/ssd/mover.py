@@ -110,7 +110,7 @@ class Mover:
 
     @property
     def _num_target(self) -> int:
-        """The number of free pages to reach."""
+        """The number of free pages that the mover tries to reach."""
         return min(max(self._high_watermark, self._pool.evictor.num_wanted), self._pool.table.num_pages)
 
     def make_room(self) -> None:
@@ -261,7 +261,7 @@ class Mover:
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to promote blocks for a future request, as many as there are pages for now."""
+        """Begin to promote blocks for a future request, as far as pages can be had now."""
         if self._ssd is None:
             return
         pages = [page for key in keys if (page := self._pool.find(key)) is not None]

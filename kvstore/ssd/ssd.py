@@ -43,7 +43,8 @@ class Loaded:
 
 
 class SsdTier:
-    """The pool's tier on disks, its `LowerTier`. `on_health` is called when a disk fails or recovers."""
+    """The pool's tier on disks, the `LowerTier` of DRAM. `on_health` is called when a disk fails or
+    recovers."""
 
     def __init__(
         self,

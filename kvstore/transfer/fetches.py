@@ -79,7 +79,7 @@ class BlockFetch:
         self._num_wanted = len(self._blocks)
         """Number of blocks before the first block that a source is known to lack."""
         self._pages = {block.page for block in self._blocks}
-        """Pages of the blocks that have not been given up. No request for another block is in flight."""
+        """Pages of the blocks that have not been given up. No request for a given up block is in flight."""
         if len(self._pages) < len(indices):
             raise PoolError("a fetch names a block twice")
         self._num_layers = 0
@@ -189,7 +189,7 @@ class BlockFetch:
     async def _ask(
         self, peer: OutgoingSession, overlap: Overlap, request: _Request, urgency: Urgency
     ) -> list[bytes]:
-        """Request from a peer its layers and heads of the blocks. Raises TransferError.
+        """Request the layers and heads of the blocks that a peer has. Raises TransferError.
 
         Returns the checksums of the leading blocks that have arrived.
         """
@@ -221,7 +221,7 @@ class BlockFetch:
             self._on_layers(*self._said)
 
     async def _take_first(self, peers: Sequence[OutgoingSession], in_flight: _InFlight) -> None:
-        """Record the answers to the oldest request, so that a block's layers are recorded in order."""
+        """Record the answers to the oldest request. Thus a block's layers are recorded in order."""
         request, asking = in_flight[0]
         await self._answered(peers, asking)
         answers = [await task for task in asking]

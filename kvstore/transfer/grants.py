@@ -3,7 +3,7 @@
 This module is the receiving half of a transfer. Every remote write names grant, page and generation, and is
 refused unless all three are current. Layers that have arrived already are not written again; a repeated write
 of the same bytes is acknowledged. A grant may have several writers, each with other layers, heads or blocks.
-The loss of any of them before the grant is complete fails the grant.
+The loss of any writer before the grant is complete fails the grant.
 
 Where this process receives the bytes (over TCP, and over shared memory without a copy slot), a write is
 refused before a byte is placed, and a sealed page is never written. A writer that places the bytes itself
@@ -11,7 +11,7 @@ refused before a byte is placed, and a sealed page is never written. A writer th
 trusted not to write a page that has been sealed meanwhile. Its report of the write is checked like any write.
 
 A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of its parts
-have. Each part is verified by its own checksum; the layer's checksum is then computed from the page.
+have arrived. Each part is verified by its own checksum; the layer's checksum is then computed from the page.
 
 Owns: open grants. Does not know: sockets.
 """
@@ -56,7 +56,7 @@ class _OpenGrant:
     """All granted pages."""
     partial_layers: PartialLayers
     arrived: asyncio.Future[None]
-    """The future that is done when all pages have arrived, or with the error that prevents it."""
+    """The future of the grant: done when all pages have arrived, or failed when they never will."""
     writers: list[GrantWriter] = field(default_factory=list)
 
 
@@ -78,7 +78,8 @@ class Grants:
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
-        """Grants whose last acknowledgements may have been lost with a connection."""
+        """Completed grants. Writes to them may come again if an acknowledgement was lost with a
+        connection."""
         self.num_unlisted = 0
         """Grants that peers of this host could not write to themselves, as the copy table was full."""
         self._unlisted = Doubling(1)
@@ -200,7 +201,7 @@ class Grants:
         return view
 
     def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
-        """Fail the grant and drop the block, as other bytes than a write's are in place already.
+        """Fail the grant and drop the block, because its page already has other bytes than the write.
 
         Returns the refusal of the write.
         """

@@ -21,7 +21,7 @@ class Level(IntEnum):
     WARN = 1
     """The checked thing works, but more slowly or less well than it could."""
     FAIL = 2
-    """A thing that is configured, or was asked for, cannot work."""
+    """A function that is configured, or was asked for, cannot work."""
 
 
 @dataclass(frozen=True, slots=True)

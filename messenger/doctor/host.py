@@ -18,7 +18,7 @@ from mooncake.security.keys import ClusterKey
 OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
 MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
-"""Descriptors that a process has open beside those of its requests."""
+"""Number of descriptors that a process needs beside those of its requests."""
 _LARGE_POOL_BYTES = 8 << 30
 """Size of a pool from which on the check advises huge pages."""
 _LONGEST_REASON = 300

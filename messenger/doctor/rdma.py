@@ -20,7 +20,8 @@ CONTAINER_FLAGS = "--network host --device /dev/infiniband --cap-add IPC_LOCK --
 _MELLANOX = "0x15b3"
 _ROCE_V2 = "RoCE v2"
 _ROCE_HEADER_BYTES = 96
-"""Bytes that drivers leave for the largest headers, between RoCE's MTU and the interface's MTU."""
+"""Bytes of the largest headers. Drivers choose RoCE's MTU so that headers fit into the interface's MTU
+too."""
 _ROCE_MTUS = (4096, 2048, 1024, 512, 256)
 _WANTED_INTERFACE_MTU = 4200
 """Bytes of an interface's MTU that leave room for 4,096 bytes of payload and RoCE's headers."""
@@ -52,8 +53,10 @@ class Port:
 
     @property
     def best_address(self) -> tuple[int, ipaddress.IPv6Address] | None:
-        """The preferred address: IPv4 before IPv6, and of each kind link-local last; None without an
-        address."""
+        """The preferred address; None without an address.
+
+        IPv4 addresses come before IPv6 addresses, and in each family link-local addresses come last.
+        """
         return min(
             self.addresses,
             key=lambda entry: (entry[1].ipv4_mapped is None, entry[1].is_link_local, entry[0]),

@@ -33,7 +33,7 @@ _USUAL_MTU = 1500
 _LARGEST_ETHERNET_MTU = 16 << 10
 """Bytes of the largest MTU for which the segment size reveals the other side's MTU.
 
-With a larger MTU it is the TCP window that limits segments.
+With a larger MTU the TCP window limits segments.
 """
 _IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux that Python does not name
 _TCP_HEADER_BYTES = {socket.AF_INET: 20 + 20 + 12, socket.AF_INET6: 40 + 20 + 12}
@@ -220,7 +220,10 @@ async def _rdma_bandwidth(probe: PeerProbe, nic: str) -> Finding:
 
 
 async def _measure(bandwidth: Callable[[int], Awaitable[float]]) -> float:
-    """Return bytes a second, measured with few bytes first, then with as many as take about half a second."""
+    """Return the measured bytes a second.
+
+    A first measurement with few bytes sets the size of a second one, which takes about half a second.
+    """
     async with asyncio.timeout(BANDWIDTH_TIMEOUT_S):
         bytes_per_s = await bandwidth(FIRST_BYTES)
         num_bytes = int(bytes_per_s * _MEASURED_S) // FIRST_BYTES * FIRST_BYTES

@@ -15,7 +15,7 @@ from messenger.transport.transports import Remedy
 MOST_USELESS_LANES: Final = 3
 """Number of lanes lost in a row without an answer after which a path backs off. One or two may be chance."""
 FIRST_PAUSE_S: Final = 2.0
-"""Seconds of the first backoff. The restart of a switch or driver takes longer than the loss of a lane."""
+"""Seconds of the first backoff, in which a switch or a driver may restart."""
 LONGEST_PAUSE_S: Final = 60.0
 """Seconds of the longest backoff. A repaired path is noticed after this time at the latest."""
 _MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))

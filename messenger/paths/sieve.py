@@ -43,7 +43,7 @@ class Sieve(Generic[Key, Value]):
         return entry.value
 
     def put(self, key: Key, value: Value) -> None:
-        """Add the newest entry, in place of one with the same key."""
+        """Add the newest entry, in place of an entry with the same key."""
         self._entries.pop(key, None)
         self._entries[key] = _Entry(value)
 

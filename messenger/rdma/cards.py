@@ -59,8 +59,10 @@ class Card:
         return Endpoint(self.adapter, self.memory, peer)
 
     async def open_scratch(self, endpoint: Endpoint) -> Scratch:
-        """Open scratch memory to the peer of a connected endpoint for the endpoint's life, and return the
-        memory's address and key. Raises RdmaError."""
+        """Open scratch memory to the peer of a connected endpoint, for the endpoint's life. Raises RdmaError.
+
+        Returns the memory's address and key.
+        """
         opened = await open_windows(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
         return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
 

@@ -32,7 +32,7 @@ from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 log = logging.getLogger(__name__)
 
 MAX_BYTES_IN_FLIGHT: Final = 8 << 20
-"""The bytes in flight on the device from which on no further chain is posted.
+"""No further chain is posted while this many bytes are in flight on the device.
 
 A small transfer waits until bytes that were posted before it have moved.
 """

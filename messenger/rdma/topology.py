@@ -262,7 +262,7 @@ def _nic(folder: Path) -> Nic:
 def _numa_node(device: Path) -> int | None:
     """Return the NUMA node of a device; None if unknown.
 
-    If the device has none (a virtio device), the node is that of the nearest device above it.
+    If the device has no node (a virtio device), the node is that of the nearest device above it.
     """
     place = device.resolve()
     told = (read_line(folder / "numa_node") for folder in (place, *place.parents))

@@ -109,10 +109,11 @@ class FetchAnswerer:
             answer.end_lease()
 
     def fetched(self, damaged: Sequence[int]) -> None:
-        """End the lease of the oldest answer, which the peer has read, and verify its `damaged` blocks.
+        """End the lease of the oldest answer, which the peer has read, and verify blocks that the peer
+        suspects.
 
-        The peer has found these blocks `damaged`. Raises TransferError if there is no such answer, or no such
-        block.
+        `damaged`: the indices of blocks that did not match their checksums at the peer. Raises TransferError
+        if there is no such answer, or no such block.
         """
         if not self._read:
             raise TransferError("a fetch is done that was not answered")

@@ -44,7 +44,7 @@ _ANSWERED_BYTES = 2 << 20
 The sender waits for these acknowledgements before it sends more.
 """
 _MOST_ACKS = 16
-"""The most writes placed by the sender itself whose acknowledgements leave together."""
+"""The most acknowledgements that leave together, of writes whose bytes the sender has placed itself."""
 _ACK = encode_frame(WriteAck())
 
 
@@ -64,7 +64,7 @@ class IncomingLane:
         `layout` is None for a sender that has no blocks and may only probe.
         """
         self.ended = asyncio.Event()
-        """Set when no more bytes from this lane will be placed."""
+        """Event that is set when no more bytes from this lane will be placed."""
         self._served_pool = served_pool
         self._frames = frames
         self._stream = frames.stream

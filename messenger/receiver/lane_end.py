@@ -23,7 +23,8 @@ class ReceivingEnd(NamedTuple):
 
     inlet: Inlet
     exposures: Exposures
-    """The exposures of the lane. The lane closes them; if no lane is made of this end, the caller does."""
+    """The exposures of the lane. The lane closes them; if no lane is made of this end, the caller closes
+    them."""
     welcome: Welcome
     fd: int | None = None
     """The descriptor that is passed with the welcome."""

@@ -48,10 +48,7 @@ _NUM_LOST_LANES = 64
 _YIELDED_TURNS = 2
 """Turns of the event loop left to a served caller: one until it runs, one for the work that it starts."""
 _MOST_LANES_LOST = 4
-"""The number of lanes lost in a row with the same request in flight.
-
-After this number the request counts as the cause.
-"""
+"""If this many lanes are lost in a row with the same request in flight, the request counts as the cause."""
 SESSION_BYTES = 16
 """Bytes of the random name of a session."""
 
@@ -249,7 +246,8 @@ class OutgoingSession:
             await lane.take_turns(request)
 
     def _track(self, request: LaneRequest, limit: asyncio.Semaphore) -> None:
-        """Count a request as pending until it is done. Then another request of its class is let in."""
+        """Count a request as pending until it is done. Then another request of its class can become
+        pending."""
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
@@ -321,7 +319,7 @@ class OutgoingSession:
     def _detour(self, request: LaneRequest, lost: Lane, reason: str) -> None:
         """Send a request over a standby path before failing it.
 
-        It may be only the path of `lost` that cannot carry the request.
+        Perhaps only the path of `lost` cannot carry the request.
         """
         others = [lane for lane in self._lanes if lane.path.is_standby]
         is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
@@ -378,7 +376,7 @@ class OutgoingSession:
         return None
 
     def _take_up(self, request: LaneRequest) -> bool:
-        """Prepare a request to be sent. Returns False if it is a write that is not wanted any more, which
+        """Prepare a request to be sent. Returns False for a write that is not wanted any more: the write
         fails.
 
         The transfer of a write counts as known to the peer from now on.

@@ -58,7 +58,7 @@ class _Keeping:
 
     @property
     def may_come_up(self) -> bool:
-        """Whether no lane has come up yet, but a lane still may.
+        """Whether no lane has come up yet, but a lane may still come up.
 
         After the session has ended, no lane comes up. The session has ended if its first lane was lost at
         once.
@@ -162,8 +162,8 @@ class OutgoingSessions:
     ) -> None:
         """Keep one lane up until the session ends, with pauses after failures.
 
-        While `standing` backs off, the path is not tried. `standing` is None unless the path has a device of
-        its own: only then do other paths stand by for it.
+        While `standing` backs off, the path is not tried. `standing` is None for a path without a device of
+        its own: no other path stands by for such a path.
         """
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()

@@ -31,7 +31,7 @@ class SendQueue:
         self._stream = stream
         self._pump = pump
         self._kept: list[bytes] = []
-        """Frames that leave with the next sent frames, ahead of them."""
+        """Frames that wait for the next sent frames, and leave ahead of them."""
         self._waiting = Deadline(NOT_URGENT_S, self._become_due)
         """Deadline of the oldest kept frame."""
         self.is_due = False

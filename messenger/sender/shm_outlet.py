@@ -59,9 +59,9 @@ class ShmOutlet(Outlet):
     def _place(
         self, request: WriteRequest, pages: SharedPages, *, tells: bool
     ) -> Sequence[bytes | memoryview]:
-        """Copy the blocks into the pages, unless only the receiver can copy, and return the frames to send.
+        """Copy the blocks into the pages, and return the frames to send.
 
-        With `tells`, the receiver is told in the same call.
+        Nothing is copied if only the receiver can copy. With `tells`, the receiver is told in the same call.
         """
         placed = msgspec.structs.replace(request.write, is_placed=True)
         kept = self._lane.send_queue.take_kept() if tells else b""

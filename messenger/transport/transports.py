@@ -224,8 +224,8 @@ class Inlet:
     async def fill(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
-        """Fill `views`, each some layers of a block, and return the xxh3-64 checksums of the received
-        layers."""
+        """Fill `views`, and return the xxh3-64 checksums of the received layers. A view has some layers of a
+        block."""
         checksums = self.fill_now(sources, views, layer_bytes)
         assert checksums is not None, "an inlet that cannot fill at once has a `fill` of its own"
         return checksums

@@ -25,13 +25,13 @@ CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
 """Bytes that are copied at a time, and hashed while still in the processor's cache."""
 _FEW_BYTES = 64 * 1024
-"""Size up to which neither a compiled call nor hashing in pieces pays off."""
+"""Bytes up to which neither a compiled call nor hashing in pieces pays off."""
 _STREAMED_BYTES = 512 * 1024
-"""Size from which on a copy bypasses the caches."""
+"""Bytes from which on a copy bypasses the caches."""
 _SPIN_NS = 200_000
 """Nanoseconds for which a call waits for more of a block before other tasks run."""
 SHORT_LAYER_BYTES = 240
-"""Size of a layer up to which xxh3 uses another algorithm. The xxhash library hashes such layers."""
+"""Bytes of a layer up to which xxh3 uses another algorithm. The xxhash library hashes such layers."""
 
 
 def prepare() -> None:

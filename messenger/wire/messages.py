@@ -181,7 +181,7 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     `[begin, end)` of the model that are sent of each layer; None if both sides have the same heads, and all
     are sent. `is_placed`: the sender has written the bytes to their pages, and compared them with their
     checksums. After such a write, the next write need not wait for the answer, but the end of the transfer
-    must.
+    must wait for it.
     """
 
     transfer_id: int

@@ -1,6 +1,6 @@
 """Random generators for CPUs that vLLM can rewind, as it rewinds generators for GPUs.
 
-A request with a seed has a generator of its own. vLLM draws a token behind each part of a prompt, discards
+A request with a seed has a generator of its own. vLLM draws a token after each part of a prompt, discards
 this token, and rewinds the generator by the offset of the draw. Generators for CPUs have no offset: vLLM 0.32
 then ends with `CPU Generator does not use offset`, and all requests of the server end with it.
 

@@ -23,8 +23,8 @@ _ADVICE = "give each model its own pool"
 class PoolLink:
     """A client of the pools, made when one of them answers. The owner must call `close`.
 
-    The link raises only errors that will last: ConfigError, MismatchError. If no pool answers, the link
-    retries and raises no error.
+    The link raises only permanent errors: ConfigError, MismatchError. If no pool answers, the link retries
+    and raises no error.
     """
 
     def __init__(self, settings: ConnectorSettings, engine: EngineKV, *, speaks: bool) -> None:

@@ -41,7 +41,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """The blocks that a request completes with a step, in the order of its tokens."""
+    """The blocks that a request completes in a step, in the order of its tokens."""
 
     request_id: str
     blocks: list[PlacedBlock]
@@ -49,15 +49,15 @@ class StorePlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan of one step: blocks to load and to store, and requests that have lost or end with their pages.
+    """The plan of one step: blocks to load, blocks to store, preempted and finished requests.
 
-    A step begins the loads, and completes the blocks that are stored after it.
+    The loads begin with the step. The stores are of blocks that the step completes.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
-    """Requests that have lost their pages, which this step may give to other requests."""
+    """Preempted requests, whose pages this step may give to other requests."""
     finished: dict[str, int] = field(default_factory=dict)
     """Finished requests since the last step, with their numbers of pages.
 

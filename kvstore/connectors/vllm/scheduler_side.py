@@ -1,7 +1,7 @@
 """The scheduler's side: which blocks of a request are in the pool, and what each step loads and stores.
 
-Of a request of vLLM this side reads id, tokens, salt, adapter and number of computed tokens. Searches run in
-threads of their own. A search also promotes blocks from SSD, and leases the found blocks until they are
+This side reads the id, tokens, salt, adapter and number of computed tokens of vLLM's requests. Searches run
+in threads of their own. A search also promotes blocks from SSD, and leases the found blocks until they are
 loaded. The scheduler asks again until the search has ended.
 
 Owns: the keys of running requests, searches, leases. Does not know: vLLM's classes, pages' bytes.
@@ -28,7 +28,7 @@ The root key is the parent of the first block's key.
 _NUM_SEARCHES = 8
 """The most searches that run at the same time."""
 _AT_ONCE_S = 0.02
-"""Seconds for which the scheduler waits for a search. Most take less than a millisecond."""
+"""Seconds for which the scheduler waits for a search. Most searches take less than a millisecond."""
 _LONGEST_SEARCH_S = 3.0
 """Seconds after which a search is given up. The request is computed then."""
 _LEASE_S = 30.0
@@ -261,7 +261,7 @@ class SchedulerSide:
         self._num_kept -= len(request_ids)
 
     def demand_pages(self) -> bool:
-        """Return whether finished requests keep pages. If so, the next step has them freed."""
+        """Return whether finished requests keep pages. If so, the next step frees these pages."""
         self._needs_pages = self._num_kept > 0
         return self._needs_pages
 

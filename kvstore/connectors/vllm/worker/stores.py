@@ -1,10 +1,10 @@
 """Stores: complete blocks are copied to the pool beside the computation, which never waits for a store.
 
-A complete block does not change as long as its request has its pages. So blocks are collected over some steps
-and copied by a thread, while their request runs and for a moment after. A finished request keeps its pages
-for this moment. Blocks are not stored if their pages would be kept for longer, or if too many pages would be
-kept; the next request computes these blocks. After a failure of the pool (full, silent or gone) nothing is
-stored for a while.
+A complete block does not change as long as its request has its pages. So a thread copies the blocks of some
+steps together, while their requests run. A finished request keeps its pages for a moment, until its blocks
+are copied. If it would keep them for longer, or if too many pages would be kept, the blocks are not stored,
+and the next request computes them. After a failure of the pool (full, silent or gone) nothing is stored for a
+while.
 
 Owns: blocks that wait to be stored, pages that are kept for them. Does not know: which blocks are complete.
 """
@@ -128,7 +128,7 @@ class WorkerStores:
         return ended
 
     def _too_many(self) -> set[str]:
-        """Return the oldest finished requests that have kept pages for too long, or keep too many."""
+        """Return the oldest finished requests that have kept pages for too long, or keep too many pages."""
         now_s = time.monotonic()
         num_pages = sum(kept.num_pages for kept in self._kept.values())
         most = _KEPT_SHARE * self._pages.num_pages
