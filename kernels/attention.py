@@ -93,8 +93,8 @@ def plan_attention(
     """Return the plan of one forward pass over sequences whose queries are concatenated in the arguments'
     order.
 
-    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
-    t lies in page `page_tables[s][t // page_size]` (int64, on the CPU).
+    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (new tokens included); token t
+    lies in page `page_tables[s][t // page_size]` (int64, on the CPU).
     """
     prefills: list[PrefillPlan] = []
     singles: list[_Single] = []
@@ -252,7 +252,7 @@ def _padded(pages: torch.Tensor, num_pages: int) -> torch.Tensor:
 def _additive_mask(is_hidden: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
     """Return a mask in the pages' dtype, -inf where hidden and else 0.
 
-    The mask is not boolean, as attention would convert a boolean one in every call.
+    The mask is not boolean, as attention would convert a boolean mask in every call.
     """
     mask = torch.zeros(is_hidden.shape, dtype=geometry.dtype, device=geometry.device)
     return mask.masked_fill_(is_hidden, float("-inf"))

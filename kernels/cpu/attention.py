@@ -69,8 +69,8 @@ class AttentionShape:
 class PagedAttention:
     """Attention in one forward pass over concatenated sequences, for all layers that share a sliding window.
 
-    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
-    t lies in page `page_tables[s][t // page_size]`. `kv_shape` is the shape of a layer's pages, `[num_pages,
+    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (new tokens included); token t
+    lies in page `page_tables[s][t // page_size]`. `kv_shape` is the shape of a layer's pages, `[num_pages,
     num_kv_heads, 2, page_size, head_dim]`. With `num_keys` the pages have only the first `num_keys[s]` tokens
     of sequence s, and queries attend only to these tokens. A query that sees none of them gets zeros, and a
     denominator of zero. Raises ValueError if lengths, page tables and shape do not fit together.

@@ -1,8 +1,9 @@
-"""A mailbox for an owner of sequences and its helper (mailbox.h): counters, wakes, and data behind them.
+"""A mailbox for an owner of sequences and its helper (mailbox.h): counters, wakes, and data after the
+counters.
 
 Either both processes map one mailbox, or each has a mailbox of its own and a stream connects the two.
 
-Owns: the counters at its beginning, this process's end of the stream. Does not know: what lies behind the
+Owns: the counters at its beginning, this process's end of the stream. Does not know: what lies after the
 counters, how memory is shared.
 """
 

@@ -73,7 +73,7 @@ def give_back_all(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _span(memory: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of contiguous `memory`, and the first address behind it."""
+    """Return the first address of contiguous `memory`, and the first address after it."""
     return memory.data_ptr(), memory.data_ptr() + memory.nbytes
 
 

@@ -84,9 +84,9 @@ def launch(
 ) -> None:
     """Launch a kernel on the GPU of its first argument, a tensor, on that GPU's current stream.
 
-    `constants` are the kernel's `constexpr` parameters, which stand behind all others, in the kernel's order.
-    Triton's own launch takes several times as long as most kernels run: each time it looks for the compiled
-    kernel by all parameters. Here the search is done once for each kind of arguments.
+    `constants` are the kernel's `constexpr` parameters, which come after all other parameters, in the
+    kernel's order. Triton's own launch takes several times as long as most kernels run: each time it looks
+    for the compiled kernel by all parameters. Here the search is done once for each kind of arguments.
     """
     tensor = arguments[0]
     assert isinstance(tensor, torch.Tensor)

@@ -23,7 +23,8 @@ def key_offsets(
 ):  # fmt: skip
     """Return offsets (int64, in elements of a layer) of keys at positions `keys` = start + [0, BLOCK_KEYS).
 
-    `pages` points to the sequence's first page number. The values lie PAGE_SIZE * HEAD_DIM behind the keys.
+    `pages` points to the sequence's first page number. The values lie PAGE_SIZE * HEAD_DIM elements after the
+    keys.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         # All in one page: one number to load, and addresses that are known to be adjacent.

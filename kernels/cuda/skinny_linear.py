@@ -53,8 +53,8 @@ class LinearTile(NamedTuple):
 def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> LinearTile:
     """Return the fastest tile on a Hopper GPU.
 
-    `is_plain`: the product has neither a norm before it nor a gate behind it. With a single row, norm and
-    gate take registers.
+    `is_plain`: the product has neither a norm before it nor a gate after it. With a single row, norm and gate
+    take registers.
     """
     if num_rows == 1:
         return LinearTile(2, 2048, 4 if is_plain else 8, 1)
@@ -63,7 +63,7 @@ def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> L
 
 
 def has_room(device: torch.device) -> bool:
-    """Return whether programs fit into the device's shared memory, as Triton launches no larger ones."""
+    """Return whether programs fit into the device's shared memory, as Triton launches no larger programs."""
     if device.type != "cuda":
         return True  # interpreted
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

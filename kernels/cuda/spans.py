@@ -61,10 +61,10 @@ def plan_spans(
     """Return the spans of one forward pass over sequences whose queries are concatenated in the arguments'
     order.
 
-    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
-    t lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of
-    at most `tile_tokens` tokens, sorted so that spans with many keys, which take longest, begin first. The
-    field with the keys of a part is left at 0. Raises ValueError if the arguments do not fit together.
+    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (new tokens included); token t
+    lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of at most
+    `tile_tokens` tokens, sorted so that spans with many keys, which take longest, begin first. The field with
+    the keys of a part is left at 0. Raises ValueError if the arguments do not fit together.
     """
     if not len(query_lens) == len(kv_lens) == len(page_tables):
         raise ValueError(

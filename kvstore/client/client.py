@@ -94,7 +94,7 @@ class KVCachePool:
         An address is `unix:/path/worker-0.sock` for a pool on this host, `tcp://host:port` for a pool on
         another host.
 
-        `fingerprint` and `layout` describe the caller's blocks; by default they are those of the pools. If
+        `fingerprint` and `layout` describe the caller's blocks; by default the pools' own values are used. If
         both are given, a new pool that answers now is formatted for them. A pool that comes back empty later
         may be meant for another model, and is not formatted again. With `formats_anew` it is formatted again
         for the same blocks.
@@ -201,7 +201,7 @@ class KVCachePool:
         return tiers
 
     def prefix_len(self, keys: Sequence[BlockKey]) -> int:
-        """Return the number of leading blocks that are stored, up to the first missing one."""
+        """Return the number of leading blocks that are stored, up to the first missing block."""
         return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:

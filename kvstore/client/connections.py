@@ -127,8 +127,7 @@ class PoolConnection(ABC):
         """Timeouts that are set in the kernel, by socket option."""
         self._call_ids = itertools.count(1)
         self._await_space: AwaitSpace | None = None
-        """The `AwaitSpace` call that has no answer yet; None without one. Its caller may have stopped
-        waiting."""
+        """The `AwaitSpace` call that has no answer yet, or None. Its caller may have stopped waiting."""
         self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
         self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
         _connections.add(self)
@@ -254,7 +253,7 @@ class PoolConnection(ABC):
         self.call(Release(self.next_id(), reservation_id), Done)
 
     def report_damaged(self, keys: list[BlockKey]) -> None:
-        """Have the pool verify these blocks, and drop those that are damaged."""
+        """Have the pool verify these blocks, and drop damaged blocks."""
         if keys:
             self.call(VerifyBlocks(self.next_id(), keys), Verified)
 

@@ -41,8 +41,7 @@ _COPY_LEASE_S = 30.0
 _TRIES = 40
 """Attempts to receive an answer before the thread sleeps."""
 _POPULATED_BYTES = 64 * 1024
-"""Page size in bytes from which on one call maps the page. Smaller pages are mapped by faults, 4 KiB at a
-time."""
+"""One call maps a page of this many bytes or more. Smaller pages are mapped by faults, 4 KiB at a time."""
 
 
 class Mapping:

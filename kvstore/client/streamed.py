@@ -30,13 +30,13 @@ _LOOKUP_BYTES = 1 << 20
 
 
 class StreamedConnection(PoolConnection):
-    """A client's session over TCP, with blocks behind the messages. Made by `open`."""
+    """A client's session over TCP, with blocks after the messages. Made by `open`."""
 
     def __init__(self, sock: socket.socket, url: PoolURL, serial: int, timeout_s: float) -> None:
         super().__init__(sock, url, serial, timeout_s)
         self._frames = FrameBuffer()
         self._payload_bytes = 0
-        """Number of payload bytes behind the last message."""
+        """Number of payload bytes after the last message."""
 
     @classmethod
     def open(cls, url: PoolURL, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":

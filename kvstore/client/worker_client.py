@@ -245,7 +245,7 @@ class WorkerClient:
         `num_blocks` blocks have arrived. It is also called several times a second while a part of the next
         layers arrives.
 
-        Returns for each block the number of layers that have arrived, and its page, which may be a new one.
+        Returns for each block the number of layers that have arrived, and its page, which may be a new page.
         Before the call returns, the caller may write only blocks from `num_blocks` on, which the fetch has
         given up. If a source fails, no error is raised.
         """
@@ -256,7 +256,7 @@ class WorkerClient:
     async def fetch_ahead(
         self, reservation_id: int, sources: Sequence[PoolShard], blocks: Sequence[int]
     ) -> list[int]:
-        """Fetch blocks as bulk, behind the transfers that requests wait for.
+        """Fetch blocks as bulk, after the transfers that requests wait for.
 
         Returns for each block the number of layers that have arrived.
         """

@@ -47,7 +47,7 @@ class EventBatch:
     sequence: int
     events: list[KVEvent]
     tokens: dict[BlockKey, BlockTokens]
-    """The tokens of those stored blocks whose tokens are known."""
+    """The tokens of stored blocks, for blocks whose tokens are known."""
 
 
 class EventLog:
@@ -150,7 +150,7 @@ class EventLog:
 
     @property
     def oldest_sequence(self) -> int:
-        """The number of the oldest batch that is kept; `next_sequence` if there is none."""
+        """The number of the oldest batch that is kept; `next_sequence` if no batch is kept."""
         return self.next_sequence - len(self._batches)
 
     def since(self, sequence: int) -> list[EventBatch] | None:

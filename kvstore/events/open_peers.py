@@ -35,7 +35,8 @@ libzmq's one thread can receive some megabytes between two checks.
 class OpenPeers:
     """A limit of the TCP connections to a socket, and of the bytes that their peers send.
 
-    Needs a running event loop. To be made before `bound` is bound, and closed before `bound` is closed.
+    Needs a running event loop. The object must be made before `bound` is bound, and closed before `bound` is
+    closed.
     """
 
     def __init__(self, bound: zmq.asyncio.Socket) -> None:

@@ -73,7 +73,7 @@ class VllmPublisher(Publisher):
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.
     - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads
-      integers; not all routers read bytes, and those that do shorten them differently.
+      integers; not all routers read bytes, and routers that read bytes shorten them differently.
     - A block whose tokens are not known is announced by its hash alone, without tokens and with block size 0,
       as vLLM announces blocks that it offloads. Routers apply such an event to a block that they know, as
       moved to another tier, and skip it otherwise: they are never told a wrong prefix.
@@ -156,7 +156,7 @@ def _blocks_stored(
 
 
 def _runs(keys: Sequence[BlockKey], tokens: dict[BlockKey, BlockTokens]) -> Iterator[list[BlockKey]]:
-    """Yield runs of `keys` in which each block follows the one before.
+    """Yield runs of `keys` in which each block follows the previous block.
 
     A run comes after the run that has its parent: routers drop a block whose parent they do not know, and
     blocks may be sealed in any order.

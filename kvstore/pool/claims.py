@@ -33,7 +33,7 @@ class Block:
 
     If the reservation begins with the prompt's first block, this is the index in the prompt. Otherwise it is
     smaller than the index in the prompt: pool clients store long prompts in parts, and some engines store
-    only the blocks behind a stored prefix.
+    only the blocks after a stored prefix.
     """
     tokens: BlockTokens | None = None
     tier: Tier | None = None

@@ -199,7 +199,8 @@ class PageTable:
         return checksums
 
     def writer(self, page: int) -> PageWriter | None:
-        """Return the process that may be writing this page through its own mapping; None without one."""
+        """Return the process that may be writing this page through its own mapping; None if there is no such
+        process."""
         writer = self._writer[page]
         return PageWriter(writer >> 32, writer & 0xFFFFFFFF) if writer != _NOBODY else None
 

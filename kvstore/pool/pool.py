@@ -90,7 +90,7 @@ class Pool:
     # -- blocks -----------------------------------------------------------------------------------
 
     def find(self, key: BlockKey) -> int | None:
-        """Return the page of a sealed block; None without one."""
+        """Return the page of the sealed block with this key; None if there is no such block."""
         return self.allocator.index.get(key)
 
     def locate(self, keys: Iterable[BlockKey]) -> list[Tier | None]:

@@ -90,7 +90,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
 
 def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | None:
-    """Return the header at the start of `buffer`; None if there is none yet.
+    """Return the header at the start of `buffer`; None if no header was written yet.
 
     Raises MismatchError for a header of another kind or version; the message calls the file `what`.
     """
@@ -135,7 +135,7 @@ class Segment:
 
     @classmethod
     def open(cls, fd: int) -> "Segment | None":
-        """Return the segment behind `fd`, mapped; None if it is not formatted."""
+        """Map the segment with the descriptor `fd`, and return it; None if it is not formatted."""
         mapping = _map(fd)
         header = read_header(mapping.view, MAGIC, "the segment")
         if header is None:
@@ -149,7 +149,8 @@ class Segment:
 
     @classmethod
     def format(cls, fd: int, fingerprint: str, layout: KVLayout) -> "Segment":
-        """Format the segment behind `fd` as an empty pool for `layout`, and return it mapped."""
+        """Map the segment with the descriptor `fd`, format it as an empty pool for `layout`, and return
+        it."""
         mapping = _map(fd)
         header = SegmentHeader.plan(mapping.size_bytes, fingerprint, layout)
         write_header(mapping.view, MAGIC, header)

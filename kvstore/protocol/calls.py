@@ -3,7 +3,7 @@
 A *worker* (`Attach`) and any number of *clients* (`Connect`) send the same messages. On a Unix socket a
 message is one msgpack packet, and the user maps the segment. Clients on other hosts use TCP, where a message
 is one frame (`frames`), after both sides have proved that they know the cluster's key (`greeting`). These
-clients map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
+clients map nothing, so blocks travel after `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
 `Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `DeviceBlocks`, `StopFetch` and `DropIdle` are no calls:
@@ -176,10 +176,11 @@ class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
 
 
 class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Fetch these blocks of the reservation, of which no layer has arrived, from another pool.
+    """Fetch these blocks of the reservation from another pool. No layer of them may have arrived before.
 
-    `sources`: the shards of a group that together hold these blocks, or the shard of one pool that does.
-    Layers arrive in order, each for all blocks before the next layer. `LayersFetched` reports the progress.
+    `sources`: the shards of a group that together hold these blocks, or the shard of one pool that holds
+    them. Layers arrive in order, each for all blocks before the next layer. `LayersFetched` reports the
+    progress.
 
     Answered by `Fetched` when nothing more will arrive. Until then the caller may write only blocks that
     `LayersFetched` reports as given up.

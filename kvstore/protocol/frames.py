@@ -22,7 +22,7 @@ LONGEST_WAIT_S = 3600.0
 MAX_KEYS = 4096
 """The most keys of one message."""
 SMALL_BYTES = 64 * 1024
-"""Size of the largest block that is received together with the bytes behind it, and copied."""
+"""Size of the largest block that is received together with the bytes after it, and copied."""
 
 _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
@@ -103,7 +103,7 @@ class FrameBuffer:
         self._end += num_bytes
 
     def take_message(self) -> tuple[memoryview, int]:
-        """Return the message, valid until more is received, and the number of payload bytes behind it."""
+        """Return the message, valid until more is received, and the number of payload bytes after it."""
         num_bytes, payload_bytes = self._sizes()
         begin = self._begin + _HEADER.size
         self._begin = begin + num_bytes

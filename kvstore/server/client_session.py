@@ -1,8 +1,8 @@
 """The session of one worker or client: it handles all of the user's calls to an instance's pool part.
 
 The session ends with the connection. Then all reservations, leases, sends and grants of the user end. Calls
-that wait (for space, for a transfer, for a disk) are tasks of the session; all others are answered at once
-and in order.
+that wait (for space, for a transfer, for a disk) are tasks of the session; all other calls are answered at
+once and in order.
 
 Owns: one session. Does not know: how users connect, how messages travel.
 """

@@ -67,7 +67,7 @@ class Store:
     space: asyncio.Event
     """The event that is set whenever a page becomes free or evictable."""
     problem: str | None = None
-    """The problem that the latest check of every page found; None without one."""
+    """The problem that the latest check of every page found; None if the check found no problem."""
     num_orphaned: int = 0
     """Pages that nothing will ever free (`Pool.orphans`), as of the latest check."""
 
@@ -82,7 +82,7 @@ class Store:
     def found_prefix(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Return the leading blocks that some tier has.
 
-        Blocks behind a missing one are of no use to a prefill.
+        Blocks after a missing block are of no use to a prefill.
         """
         located = zip(keys, self.pool.locate(keys), strict=True)
         return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
@@ -308,7 +308,7 @@ def open_store(
 
 
 def _open_ssd(config: MessengerProcess, segment: Segment, events: EventLog) -> SsdTier | None:
-    """Return the SSD tier over all usable directories; None without any."""
+    """Return the SSD tier over all usable directories; None if no directory is usable."""
     kvcache, slabs = config.kvcache, []
     for directory in kvcache.ssd_dirs:
         try:

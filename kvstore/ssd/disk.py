@@ -141,7 +141,7 @@ class Disk:
         self._on_health()
 
     def take_slot(self) -> int | None:
-        """Return a slot to write, now RESERVED; None if there is none.
+        """Return a slot to write, now RESERVED; None if no slot can be had.
 
         The coldest block is evicted if no slot is free.
         """

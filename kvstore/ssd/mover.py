@@ -59,7 +59,7 @@ class _Claims:
 class Mover:
     """The mover of one pool and its SSD tier, if there is one.
 
-    `space` is set by others whenever a page becomes free or idle.
+    `space` is an event that the pool sets whenever a page becomes free or idle.
     """
 
     def __init__(

@@ -183,7 +183,7 @@ def _lock(path: Path) -> int:
 
 
 def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
-    """Return the header of the file at `path`; None if there is no file, or a damaged one.
+    """Return the header of the file at `path`; None if there is no file, or if the file is damaged.
 
     Raises MismatchError for a file of another format, model or layout.
     """

@@ -91,7 +91,7 @@ class SsdTier:
         return sum(disk.slab.num_slots for disk in self.disks)
 
     def keys(self) -> Iterator[BlockKey]:
-        """Yield the key of every block, those on suspended disks included."""
+        """Yield the key of every block, also of blocks on suspended disks."""
         return itertools.chain.from_iterable(disk.allocator.index for disk in self.disks)
 
     def holds(self, key: BlockKey) -> bool:
@@ -136,7 +136,7 @@ class SsdTier:
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
         """Read a block into `page` (a whole page stride). Returns its record; None if no disk has it intact.
 
-        Not to be cancelled, as a thread writes to the page until the call returns.
+        The caller must not cancel the call, as a thread writes to the page until the call returns.
         """
         found = self._find(key)
         if found is None:

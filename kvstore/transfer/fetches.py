@@ -57,7 +57,7 @@ _InFlight = deque[tuple[_Request, list[_Asking]]]
 
 
 class BlockFetch:
-    """A fetch for one reservation, to be `run` once.
+    """A fetch for one reservation. `run` is called once.
 
     `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first `num_blocks`
     blocks have arrived. A call with the same numbers means that the sources go on sending.

@@ -18,9 +18,9 @@ from mooncake.security.keys import ClusterKey
 OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
 MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
-"""Number of descriptors that a process needs beside those of its requests."""
+"""Number of descriptors that a process needs beside the descriptors of its requests."""
 _LARGE_POOL_BYTES = 8 << 30
-"""Size of a pool from which on the check advises huge pages."""
+"""The check advises huge pages for pools of this many bytes or more."""
 _LONGEST_REASON = 300
 """The most characters of a compiler's message that are shown."""
 _SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies")

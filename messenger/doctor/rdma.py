@@ -231,7 +231,7 @@ def read_ports(machine: Machine) -> list[Port]:
 def _gids(
     machine: Machine, folder: str, *, only_roce_v2: bool
 ) -> tuple[tuple[int, ipaddress.IPv6Address], ...]:
-    """Return the indices and values of a port's GIDs, without the empty ones."""
+    """Return the indices and values of a port's GIDs, without empty GIDs."""
     found = []
     for index in sorted(map(int, filter(str.isdecimal, machine.names(f"{folder}/gids")))):
         value = ipaddress.IPv6Address(machine.read(f"{folder}/gids/{index}") or "::")

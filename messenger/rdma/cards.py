@@ -28,7 +28,8 @@ from mooncake.errors import ConfigError, TransferError
 SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"
 _TRIED_BYTES: Final = 64 << 10
-"""Bytes with which a path is tried, in full packets, as small packets may pass where large ones are lost."""
+"""Bytes with which a path is tried, in full packets, as small packets may pass where large packets are
+lost."""
 _REGISTERED_WITHIN_S = 2.0
 """Seconds for which a connection waits for the registration of the segment."""
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Card:
 
 
 class Cards:
-    """All opened devices, the preferred ones first; none without RDMA."""
+    """All opened devices, the preferred devices first; no device without RDMA."""
 
     def __init__(self, adapters: Sequence[Adapter], *, is_demanded: bool = False) -> None:
         self._adapters = {str(adapter.device): adapter for adapter in adapters}

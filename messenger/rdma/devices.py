@@ -106,9 +106,9 @@ def find_devices(names: Collection[str] | None = None, gid_index: int | None = N
 
 
 def choose_gid(link_layer: LinkLayer, entries: Sequence[GidEntry]) -> GidEntry | None:
-    """Return the address to use; None without one.
+    """Return the address to use; None if no address can be used.
 
-    Over Ethernet only RoCEv2 addresses count: IPv4 addresses first, link-local ones last.
+    Over Ethernet only RoCEv2 addresses count: IPv4 addresses first, link-local addresses last.
     """
     if link_layer is LinkLayer.INFINIBAND:
         return min(entries, key=lambda entry: entry.gid_index, default=None)

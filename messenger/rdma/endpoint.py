@@ -99,7 +99,7 @@ class _Transfer:
 
 
 class Endpoint:
-    """A queue pair, to be connected before use.
+    """A queue pair, which must be connected before use.
 
     After a `failure` the queue pair stays broken; both sides must make a new one.
     """

@@ -120,7 +120,7 @@ class Topology:
         )
 
     def order(self, location: str, failed: Set[str] = frozenset()) -> list[str]:
-        """Return the NICs to try for `location`, the best first, without failed ones."""
+        """Return the NICs to try for `location`, the best first, without failed NICs."""
         return [nic for nic in _all(self.nics(location)) if nic not in failed]
 
 
@@ -291,7 +291,7 @@ def _has_active_port(device: Path) -> bool:
 
 
 def _is_up(interface: Path) -> bool:
-    """Return whether an interface is up. A virtual one may report "unknown", which counts as up."""
+    """Return whether an interface is up. A virtual interface may report "unknown", which counts as up."""
     return (
         read_line(interface / "type") != _LOOPBACK
         and read_line(interface / "operstate") in ("up", "unknown")

@@ -85,12 +85,12 @@ class IncomingLane:
         self._acks_due: asyncio.TimerHandle | None = None
         self._deadline = Deadline(served_pool.settings.ack_timeout_s, self._stream.shut_down)
         self._rest: Coroutine[None, None, None] | None = None
-        """The part of a frame's handling that has to be awaited; None without one."""
+        """The part of a frame's handling that has to be awaited; None if there is no such part."""
         self._placing: PendingWrite | None = None
         """The write whose payload is awaited."""
         self._answerer = FetchAnswerer(served_pool, inlet, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
-        """The lane whose end this lane awaits; None without one."""
+        """The lane whose end this lane awaits; None if this lane awaits no lane."""
 
     def post(self, *buffers: bytes | memoryview) -> None:
         self._replies.post(*buffers)

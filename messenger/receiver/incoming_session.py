@@ -29,7 +29,7 @@ class SessionLane(Protocol):
     ended: asyncio.Event
     """The event that is set when no more bytes of this lane will be placed."""
     awaited: "SessionLane | None"
-    """The lane whose end this lane awaits; None without one."""
+    """The lane whose end this lane awaits; None if this lane awaits no lane."""
 
     def shut_down(self) -> None:
         """End the connection."""

@@ -69,7 +69,7 @@ class WriteTarget(Protocol):
         """
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
-        """Give up `entry`, of which no more bytes will be placed. Its bytes in the page are invalid."""
+        """Give up `entry`: no more of its bytes will be placed. Its bytes in the page are invalid."""
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """Record that the writer has ended.
@@ -144,7 +144,7 @@ class SharedSegment:
     """
 
     def take_slot(self, pid: int) -> CopySlot | None:
-        """Return a copy slot for a lane of the process `pid`; None if there is none left."""
+        """Return a copy slot for a lane of the process `pid`; None if no slot is left."""
         number = self.copy_table.take_slot(pid)
         if number is None:
             return None

@@ -41,7 +41,8 @@ class Owner(AnswerListener, Protocol):
         """Whether a request waits in the queues."""
 
     def next_request(self, lane: "Lane") -> LaneRequest | None:
-        """Return the request that `lane` should send now, taken from the queues; None if there is none."""
+        """Return the request that `lane` should send now, taken from the queues; None if there is no such
+        request."""
 
     def frame_bytes(self, urgency: Urgency) -> int:
         """Return how many bytes of this class may be moved before other tasks run."""
@@ -115,7 +116,8 @@ class Lane:
 
     @property
     def refused(self) -> LaneRequest | None:
-        """A request that the transport cannot carry, and that would fail again; None without one."""
+        """A request that the transport cannot carry, and that would fail again; None if there is no such
+        request."""
         return self._outlet.refused
 
     @property

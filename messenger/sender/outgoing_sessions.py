@@ -1,7 +1,7 @@
 """Sessions with other messengers, opened on demand, and kept until their last lane is lost.
 
 Every path to a messenger has some streams, each kept up by a task: a lost connection is made again, with
-growing pauses, while the other streams carry on. If there are many sessions, idle ones are given up.
+growing pauses, while the other streams carry on. If there are many sessions, idle sessions are given up.
 
 Owns: sessions by address, making and keeping their lanes. Does not know: the content of requests.
 """

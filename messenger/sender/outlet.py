@@ -1,4 +1,4 @@
-"""The outlet of a lane: how the bytes of requests reach the peer, behind the lane's frames or beside them.
+"""The outlet of a lane: how the bytes of requests reach the peer, after the lane's frames or beside them.
 
 An outlet is the sending counterpart of an inlet (`messenger.transport.transports`). Each transport has its
 own outlet and inlet, and an opening that makes both with the peer's answer in the handshake.
@@ -74,7 +74,8 @@ class Outlet:
     has_read: bool = False
     """Whether a fetch was completed by this side's copy, without an answer."""
     refused: LaneRequest | None = None
-    """A request that the transport cannot carry, and that would fail again; None without one."""
+    """A request that the transport cannot carry, and that would fail again; None if there is no such
+    request."""
     remedy: Remedy | None = None
     """The remedy for the failure that ended the lane; None if the transport knows none."""
 

@@ -58,7 +58,7 @@ class Queues(Generic[CarrierT]):
         self._queues: dict[Urgency, deque[LaneRequest]] = {urgency: deque() for urgency in Urgency}
         self._lanes: Sequence[CarrierT] = []
         self._has_main = False
-        """Whether a lane of a path that is no standby path is up."""
+        """Whether any lane is up whose path is no standby path."""
         self._kept_free: CarrierT | None = None
         """The lane that carries no bulk while latency requests are expected; None if there is one lane."""
         self._latency_until_s = 0.0
@@ -129,7 +129,7 @@ class Queues(Generic[CarrierT]):
         return requests
 
     def take(self, lane: CarrierT, now_s: float) -> LaneRequest | None:
-        """Remove and return the request that `lane` should send now; None if there is none."""
+        """Remove and return the request that `lane` should send now; None if there is no such request."""
         bulk = self._queues[Urgency.BULK]
         may_take_bulk = bool(bulk) and self._may_take(lane, Urgency.BULK, now_s)
         is_overdue = may_take_bulk and now_s >= self._bulk_sent_s + BULK_LETS_BY_S

@@ -15,7 +15,7 @@ from messenger.wire.protocol import encode_frame
 
 
 class TcpOutlet(Outlet):
-    """The outlet of a lane that sends blocks from `source` behind their frames."""
+    """The outlet of a lane that sends blocks from `source` after their frames."""
 
     bulk_pace = BulkPace(512 << 10)
 

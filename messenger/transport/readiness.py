@@ -53,7 +53,7 @@ class Readiness:
             self._result = self._attempt = None
 
     def end(self) -> None:
-        """End a wait with ConnectionResetError. To be called before the socket is closed."""
+        """End a wait with ConnectionResetError. Must be called before the socket is closed."""
         self.rest()
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))

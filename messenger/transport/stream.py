@@ -117,7 +117,7 @@ class Stream:
         return pid
 
     def take_fd(self) -> int | None:
-        """Return the received descriptor, which the caller then owns; None without one."""
+        """Return the received descriptor, which the caller then owns; None if no descriptor was received."""
         fd, self._fd = self._fd, None
         return fd
 
@@ -227,9 +227,9 @@ class Stream:
         self._end += self._receive_now([self._buffer[self._end : end]])
 
     def receive_now(self, buffers: Sequence[memoryview]) -> int:
-        """Receive at least one byte into `buffers`, in order, and return the number.
+        """Receive at least one byte into `buffers`, in order, and return the number of bytes.
 
-        Raises BlockingIOError if none is there yet.
+        Raises BlockingIOError if no byte is there yet.
         """
         return self.take_into(buffers) if self.num_ahead else self._receive_now(_piece(buffers))
 
@@ -296,7 +296,7 @@ class Stream:
             rest = without(rest, num_bytes)
 
     def send_now(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Send as much of `buffers` as the kernel takes at once, and return the rest."""
+        """Send as much of `buffers` as the kernel takes at once, and return the unsent buffers."""
         rest = buffers
         while rest:
             try:

@@ -26,7 +26,7 @@ class Tls:
 
     @classmethod
     def of(cls, security: SecurityConfig) -> "Tls | None":
-        """Return the contexts with the configured certificates; None if there are none.
+        """Return the contexts with the configured certificates; None if no certificate is configured.
 
         Raises ConfigError for unusable files.
         """

@@ -25,9 +25,9 @@ CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
 """Bytes that are copied at a time, and hashed while still in the processor's cache."""
 _FEW_BYTES = 64 * 1024
-"""Bytes up to which neither a compiled call nor hashing in pieces pays off."""
+"""For this many bytes or fewer, neither a compiled call nor hashing in pieces pays off."""
 _STREAMED_BYTES = 512 * 1024
-"""Bytes from which on a copy bypasses the caches."""
+"""A copy of this many bytes or more bypasses the caches."""
 _SPIN_NS = 200_000
 """Nanoseconds for which a call waits for more of a block before other tasks run."""
 SHORT_LAYER_BYTES = 240
@@ -151,7 +151,8 @@ class LayerChecksums:
     def receive(self, fd: int, num_wanted: int) -> int:
         """Receive from a stream socket until `num_wanted` bytes have arrived, or no more arrive for a moment.
 
-        Returns the number of received bytes. Raises BlockingIOError or ConnectionError if there are none.
+        Returns the number of received bytes. Raises BlockingIOError or ConnectionError if no byte was
+        received.
         """
         assert self._native is not None
         num_there: int = self._native.receive_layers(

@@ -111,8 +111,8 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
     """The offsets of the receiver's page table, by which the sender finds sealed blocks itself.
 
-    See `messenger.shm.catalogue`. The offsets are those of arrays with one entry for each page, in bytes,
-    multiples of 8. Pages are as in `CopySlot`.
+    See `messenger.shm.catalogue`. They are byte offsets of arrays with one entry for each page, and multiples
+    of 8. Pages are as in `CopySlot`.
     """
 
     states_offset: int

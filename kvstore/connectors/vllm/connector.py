@@ -1,7 +1,8 @@
 """The vLLM connector `MooncakeServeConnector`, which passes vLLM's hooks to its two sides.
 
-vLLM makes one object in the scheduler's process and one in the worker's, which may be the same process. The
-scheduler's side makes a plan for each step, which reaches the worker's side as the step's metadata.
+vLLM makes one object in the scheduler's process and one object in the worker's process. Both may be the same
+process. The scheduler's side makes a plan for each step, which reaches the worker's side as the step's
+metadata.
 
 Owns: the mapping of hooks to the two sides. Does not know: how they work. Loads torch and vLLM.
 """

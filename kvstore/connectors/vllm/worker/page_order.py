@@ -1,7 +1,7 @@
 """The order of elements in an engine's pages, measured with the engine's own attention backend.
 
 The backend writes numbers instead of keys and values, and the page shows where each number went. This finds
-any fixed order, such as vectors transposed for the processor, or tokens before or behind heads.
+any fixed order, such as vectors transposed for the processor, or tokens before heads or after heads.
 
 Owns: the measurement. Does not know: the use of the order. Loads torch and vLLM.
 """

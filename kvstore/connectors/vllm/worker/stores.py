@@ -77,11 +77,11 @@ class WorkerStores:
         self._given_up: set[str] = set()
         """Requests of the call in progress whose pages must not be read any more."""
         self._num_blocks: Counter[str] = Counter()
-        """Blocks of each request in the queue and the batch, without those given up."""
+        """Number of blocks of each request in the queue and the batch, without given up blocks."""
         self._kept: dict[str, _Kept] = {}
         """Finished requests that keep pages, the oldest first."""
         self._incomplete: set[str] = set()
-        """Running requests of which a block was not stored.
+        """Running requests with a block that was not stored.
 
         Their later blocks are not stored either, as no request could use them without the missing block.
         """
@@ -211,7 +211,7 @@ class WorkerStores:
         return max(0, self._queue[0].since_s + _COLLECT_S - time.monotonic())
 
     def _end_batch(self, *, is_stored: bool) -> None:
-        """End the call. Blocks that were not stored are retried, except those given up."""
+        """End the call. Blocks that were not stored are retried, except given up blocks."""
         with self._changed:
             rest = [each for each in self._batch if each.request_id not in self._given_up]
             self._batch, self._given_up = [], set()
