@@ -73,7 +73,7 @@ class _LayersMailbox(Mailbox):
         return rows.view(-1, self.shape.hidden_size)
 
     def _rows_span(self, number: int, num_tokens: int) -> tuple[int, int]:
-        """Return the offset of a pass's hidden states, and their bytes."""
+        """Return the offset of a pass's hidden states, and their number of bytes."""
         start = self._start(number) + self.shape.rows_offset
         return start, num_tokens * self.shape.hidden_size * self.shape.dtype.itemsize
 

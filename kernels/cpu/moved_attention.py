@@ -218,7 +218,7 @@ class AttentionHelper(_AttentionMailbox):
     def host(self, described: HostedPass) -> None:
         """Answer each layer of a pass. Blocks until the pass is complete, or the owner has ended it.
 
-        The owner ends a pass by beginning another one, or by closing the mailbox.
+        The owner ends a pass by beginning another pass, or by closing the mailbox.
 
         Raises ValueError for a pass that does not fit the hosted pages.
         """

@@ -77,7 +77,7 @@ def _softmax(
     scores, highest, total, position, start, scale, window,
     IS_MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the block's weights, the new maximum and sum, and the factor of all earlier results."""
+    """Return the block's weights, the new maximum and sum, and the factor for all earlier results."""
     if IS_MASKED:
         keys = (start + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
         is_seen = keys <= position[:, None]

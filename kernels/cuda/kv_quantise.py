@@ -135,9 +135,9 @@ def quantise_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers `[n, num_kv_heads, 2, page_size, head_dim]` in `encoding.dtype`, and their scales.
 
-    Scales are float32 `[n, num_kv_heads, 2]`. `kv_layer`: contiguous pages of one layer, whose
-    elements are all finite, unused ones too; `pages`: int64 `[n]` on its device. Raises ValueError for other
-    tensors; page numbers are not checked.
+    Scales are float32 `[n, num_kv_heads, 2]`. `kv_layer`: contiguous pages of one layer, whose elements are
+    all finite, also unused elements; `pages`: int64 `[n]` on its device. Raises ValueError for other tensors;
+    page numbers are not checked.
     """
     check_pages(kv_layer)
     check_tensor("page numbers", pages, (len(pages),), [torch.int64], kv_layer)

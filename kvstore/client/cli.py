@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Pools:
-    """The pools of a command. Each is asked separately, as pools may be of different models."""
+    """The pools of a command. Each pool is asked separately, as pools may be of different models."""
 
     def __init__(self, addresses: Sequence[str], key_file: str | None) -> None:
         """Connect to the pools. Raises PoolError if no pool answers, ConfigError for a wrong address or

@@ -22,7 +22,7 @@ from mooncake.messages.pools import Grant, MessengerAddress
 _COPY_TIMEOUT_S = 60.0
 """Seconds that one copy between messengers may take."""
 _ROOM_TIMEOUT_S = 10.0
-"""Seconds for which a copy waits for a page, at its source and at its target each."""
+"""Seconds for which each end of a copy waits for a page."""
 
 
 class Replicas(NamedTuple):

@@ -52,7 +52,7 @@ class WorkerCalls:
         """Wait until the messenger at `socket_path` listens, and attach to it.
 
         Returns the connection, the messenger's first answer, and the mapped segment. Raises ConnectionError
-        if the messenger ends before it answers, or the error with which it refuses.
+        if the messenger ends before it answers, or the error with which the messenger refuses the worker.
         """
         sock = await _connected(socket_path)
         try:

@@ -17,7 +17,7 @@ from mooncake.security.waiting_peers import WaitingPeers
 MOST_OPEN = 32
 """The most connections to one socket.
 
-A further connection closes the oldest one, whose peer may connect again.
+A further connection closes the oldest connection, whose peer may connect again.
 """
 MOST_SENT_BYTES = 8 << 10
 """The most bytes that the peer of one connection may send.

@@ -101,7 +101,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def _answer(self, request: list[bytes]) -> Iterator[list[bytes]] | None:
-        """Yield the frames of each message that answers `request`; return None for a malformed request."""
+        """Return the messages that answer `request`, each as its frames; None for a malformed request."""
 
     async def _publish(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from mooncake.messages.kv_events import KVCleared, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_REQUEST_BYTES = 1 << 10
-"""The most bytes of a received frame, which has a topic or a number."""
+"""The most bytes of a received frame. Frames have a topic or a number."""
 MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK", Tier.DEVICE: "GPU"}
 """The name that vLLM gives each tier.
 
@@ -28,7 +28,7 @@ STORAGE.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """The sequence number of the message after the last batch of a replay: -1."""
 _HASH_BYTES = 8
-"""The number of bytes of a key that vLLM's integer hashes hold: the last bytes of the key."""
+"""The number of a key's last bytes that make vLLM's integer hash."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -68,8 +68,8 @@ class _EventBatch(msgspec.Struct, array_like=True):
 class VllmPublisher(Publisher):
     """A publisher of KV events in vLLM's format: `[topic, 8-byte number, payload]`, and replays.
 
-    - It is open to every peer that reaches the sockets, as routers that follow this format have no cluster
-      key. The number of peers, and the bytes that each sends, are bounded (`OpenPeers`).
+    - The publisher is open to every peer that reaches the sockets, as routers that follow this format have no
+      cluster key. The number of peers, and the bytes that each sends, are bounded (`OpenPeers`).
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.
     - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads
@@ -116,7 +116,7 @@ class VllmPublisher(Publisher):
         return [self._topic, batch.sequence.to_bytes(8, "big"), payload]
 
     def _answer(self, request: list[bytes]) -> Iterator[list[bytes]] | None:
-        """Yield the answers to a replay request.
+        """Return the answers to a replay request; None for a malformed request.
 
         A REQ socket puts an empty frame before its request, and needs an empty frame before the answer.
         """

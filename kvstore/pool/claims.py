@@ -37,7 +37,8 @@ class Block:
     """
     tokens: BlockTokens | None = None
     tier: Tier | None = None
-    """The tier of a found block before a request asked for it; None for a block that was not found."""
+    """SSD if the block was promoted since an earlier request asked for it, DRAM for other found blocks, else
+    None."""
 
 
 @dataclass(slots=True)

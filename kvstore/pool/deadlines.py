@@ -29,7 +29,7 @@ class Deadlines(Generic[Name]):
         return len(self._heap)
 
     def set(self, name: Name, deadline_s: float) -> None:
-        """Set the deadline of `name`, in place of an earlier one."""
+        """Set the deadline of `name`, in place of an earlier deadline."""
         self._of[name] = deadline_s
         heapq.heappush(self._heap, (deadline_s, name))
         if len(self._heap) > 2 * len(self._of) + _SPARE_ENTRIES:

@@ -58,12 +58,12 @@ class Hits:
 
     def __init__(self, ghosts: Ghosts) -> None:
         self.num_hits: Counter[Tier] = Counter()
-        """Hits by the tier in which the block was before a request asked for it."""
+        """Hits by tier: SSD if the block was promoted since an earlier request asked for it, else DRAM."""
         self.num_misses: Counter[str] = Counter()
         """Misses by reason: evicted lately, or absent."""
         self._ghosts = ghosts
         self._promoted: set[int] = set()
-        """Pages whose block came from the lower tier and has not been asked for since."""
+        """Pages of promoted blocks for which no request has asked since."""
 
     def promoted(self, page: int) -> None:
         """Record that the block in `page` was promoted from the lower tier."""
@@ -74,7 +74,7 @@ class Hits:
         self._promoted.discard(page)
 
     def tier(self, page: int) -> Tier:
-        """Return the tier in which the block in `page` was before a request asked for it."""
+        """Return SSD if the block in `page` was promoted since a request last asked for it, else DRAM."""
         return Tier.SSD if page in self._promoted else Tier.DRAM
 
     def found(self, pages: Collection[int]) -> None:

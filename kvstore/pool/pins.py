@@ -1,7 +1,7 @@
 """Pins, which keep blocks in the pool while no request uses them: hot prefixes, context caches.
 
 A *hard* pin keeps its block in DRAM in any case, a *soft* pin as long as other blocks can be evicted instead.
-Each pin has a deadline. A block has at most one pin, and a soft pin does not replace a hard one.
+Each pin has a deadline. A block has at most one pin, and a soft pin does not replace a hard pin.
 
 Owns: the pins. Does not know: who else uses a page.
 """

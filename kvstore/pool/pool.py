@@ -210,7 +210,8 @@ class Pool:
     ) -> None:
         """Record that `layers` of `block` are in its page.
 
-        The last layer seals the block, unless it is private or its key is sealed in another page.
+        The last layer seals the block, unless the block is private, or a block with its key is sealed in
+        another page.
         """
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
         self.table.set_checksums(block.page, layers, checksums)

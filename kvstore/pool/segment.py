@@ -260,7 +260,7 @@ class Segment:
         self._mapping.populate(self.page_offset(page), self.page_stride)
 
     def close(self) -> None:
-        """Unmap the segment, now or with the last view of it."""
+        """Unmap the segment, now or when its last view is released."""
         with contextlib.suppress(BufferError):
             self.buffer.release()
 

@@ -22,7 +22,7 @@ from kvstore.pool.pages import Array
 ACTIVE_S = 600.0
 """Seconds for which a tenant keeps its share after its last use of the pool."""
 PROTECTED = 0.75
-"""The fraction of an equal part of the pages that is a tenant's protected share."""
+"""A tenant's protected share, as a fraction of an equal part of the pages."""
 NO_TENANT = 0
 
 
@@ -37,7 +37,7 @@ class Shares:
         self._tenant_of: Array = np.zeros(num_pages, np.int32)
         self._numbers: dict[str, int] = {}
         self._last_use_s: dict[int, float] = {}
-        """When each active tenant last used the pool, by its number."""
+        """Time at which each active tenant last used the pool, by tenant number."""
         self.now_s = 0.0
         """The time, as of the latest tick."""
 

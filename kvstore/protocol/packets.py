@@ -1,7 +1,7 @@
 """The Unix socket between a messenger and a worker or client.
 
-It carries whole messages, and a descriptor beside the first one. `PacketConnection` is an asyncio end of the
-socket, `ServerConnection` the messenger's end.
+The socket carries whole messages, and a descriptor beside the first message. `PacketConnection` is an asyncio
+end of the socket, `ServerConnection` the messenger's end.
 
 Owns: packets. Does not know: what their messages mean.
 """
@@ -62,7 +62,7 @@ class PacketConnection(Generic[Incoming]):
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[bytes, list[_Ancillary]]] = deque()
         self._has_left = asyncio.Event()
-        """Set while nothing waits in `_outbox`, and when the connection has ended."""
+        """Event that is set while nothing waits in `_outbox`, and when the connection has ended."""
         self._has_left.set()
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._loop.add_reader(sock, self._read)

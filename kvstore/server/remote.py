@@ -111,7 +111,7 @@ class _Client:
         self._sending = asyncio.Lock()
         self._is_handling = False
         self._has_late_answer = asyncio.Event()
-        """Set when an answer is posted while no message is being handled."""
+        """Event that is set when an answer is posted while no message is being handled."""
         self._num_unanswered = 0
         self._payload_left = 0
         """Bytes of the message's payload that have not been taken off the stream."""

@@ -115,7 +115,7 @@ class Service:
         return self._told(internal.endpoint), self._told(internal.request_endpoint)
 
     def _told(self, bound: str) -> str:
-        """Return a bound endpoint of KV events in the form for the Conductor.
+        """Return the endpoint of KV events that the Conductor gets to know for the endpoint `bound`.
 
         The result has the address by which other hosts reach this host.
         """

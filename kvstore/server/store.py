@@ -47,7 +47,7 @@ _CHECK_INTERVAL_S = 30.0
 
 @dataclass(slots=True)
 class Store:
-    """One segment, its slabs if any, and their identity to other messengers. Made by `open_store`."""
+    """An open pool part: its segment, its slabs, and the modules that work on them. Made by `open_store`."""
 
     config: KVCacheConfig
     identity: Identity
@@ -88,7 +88,8 @@ class Store:
         return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
 
     def remove(self, keys: Sequence[BlockKey] | None) -> int:
-        """Remove these blocks, or all (None), from every tier. Returns the number of removed blocks."""
+        """Remove these blocks, or all blocks if `keys` is None, from every tier. Returns the number of
+        removed blocks."""
         if keys is not None:
             return sum(self.mover.remove(key) for key in keys)
         everything = {*self.pool.allocator.index, *(self.ssd.keys() if self.ssd is not None else ())}

@@ -128,9 +128,10 @@ class Send:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unplaced = 0
-        """Numbers of layers to submit, and of layers that are not in their remote pages yet, over all blocks.
+        """Number of layers that are not submitted yet, and number of layers that are not in their remote
+        pages yet.
 
-        Both are 0 until the receiver's shard is known.
+        The numbers count the layers of all blocks. Both are 0 until the receiver's shard is known.
         """
         self._heads: range | None = None
         """Heads of the model that are sent; None if the receiver has the same heads as this pool."""

@@ -15,7 +15,7 @@ QUICK_S = 5.0
 
 
 class Level(IntEnum):
-    """The severity of a finding; the worst is the largest."""
+    """The severity of a finding; the worst severity is the largest number."""
 
     OK = 0
     WARN = 1

@@ -22,7 +22,7 @@ _CAP_IPC_LOCK = 14
 
 
 class MachineProcess(NamedTuple):
-    """A process of this machine. `name` is the module for `python -m MODULE`."""
+    """A process of this machine. `name` is the module if the process runs `python -m`, else its command."""
 
     pid: int
     name: str

@@ -122,7 +122,7 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
 
 
 def _trouble(machine: Machine, host: str, *, is_alone: bool, is_own: bool) -> tuple[Level, str] | None:
-    """Return why other nodes cannot use an address; None if they can.
+    """Return why other nodes cannot use an address; None if other nodes can use it.
 
     `is_own`: whether the address has to be an address of this machine. If `is_alone`, there are no other
     nodes, and a loopback address is no fault.
@@ -155,7 +155,7 @@ def _listeners(machine: Machine) -> list[Listener]:
 
 
 def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address in the kernel's form: 32-bit words in the processor's byte order."""
+    """Return the address that `raw` is in the kernel's form: 32-bit words in the processor's byte order."""
     words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
     return ipaddress.ip_address(b"".join(words))
 

@@ -13,13 +13,13 @@ from typing import Final
 from messenger.transport.transports import Remedy
 
 MOST_USELESS_LANES: Final = 3
-"""Number of lanes lost in a row without an answer after which a path backs off. One or two may be chance."""
+"""A path backs off after this number of lanes lost in a row without an answer. One or two may be chance."""
 FIRST_PAUSE_S: Final = 2.0
 """Seconds of the first backoff, in which a switch or a driver may restart."""
 LONGEST_PAUSE_S: Final = 60.0
 """Seconds of the longest backoff. A repaired path is noticed after this time at the latest."""
 _MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))
-"""Doublings of the first pause until the longest is reached."""
+"""The number of doublings that make the longest pause of the first pause."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class PathHealth:
     """The health of one path, shared by its lanes. All times are of one clock."""
 
     num_useless: int = 0
-    """The number of lanes in a row that were lost after requests were sent and none was answered."""
+    """The number of lanes in a row that were lost without an answer, although requests were sent."""
     num_backoffs: int = 0
     """The number of backoffs in a row."""
     until_s: float = 0.0

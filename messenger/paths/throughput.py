@@ -29,7 +29,7 @@ class Throughput:
     bandwidth_bytes_per_s: float | None = None
     """The moving average of the samples, in bytes a second; None before the first sample."""
     total_busy_s: float = 0.0
-    """Seconds with pending bytes, up to the last end of a request."""
+    """Seconds with pending bytes, up to the end of the latest request."""
     _since_s: float = 0.0
     _busy_s: float = 0.0
     """Seconds with pending bytes since the last sample."""

@@ -23,7 +23,7 @@ _WINDOW_TYPE_2: Final = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
 
 
 class Adapter:
-    """An opened RDMA device. The owner closes the endpoints that use it before it."""
+    """An opened RDMA device. Endpoints that use the device must be closed before it."""
 
     def __init__(self, device: RdmaDevice) -> None:
         verbs = load_verbs()

@@ -48,7 +48,7 @@ class Card:
 
     @classmethod
     def of(cls, adapter: Adapter, segment: memoryview) -> "Card":
-        """Return a device with the segment, and scratch memory, registered.
+        """Register the segment and scratch memory with a device, and return the card.
 
         No other Python thread runs meanwhile, as pyverbs holds the GIL. Raises RdmaUnavailableError.
         """

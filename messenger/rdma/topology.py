@@ -76,7 +76,7 @@ class Topology:
         environ: Mapping[str, str] | None = None,
         kind: NicKind = NicKind.RDMA,
     ) -> "Topology":
-        """Return the matrix of this machine. Without NICs all of its lists are empty.
+        """Return the matrix of this machine. Without NICs all lists of the matrix are empty.
 
         CUDA_VISIBLE_DEVICES in `environ` counts if it is numeric. Ethernet interfaces that are much slower
         than the fastest one are secondary, wherever they are.

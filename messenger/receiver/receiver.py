@@ -31,7 +31,7 @@ _SILENT = "it said nothing in time"
 
 
 class UnauthenticatedPeers:
-    """Unauthenticated connections at one port. A connection above the limit ends the oldest one."""
+    """Unauthenticated connections at one port. A connection above the limit ends the oldest connection."""
 
     def __init__(self) -> None:
         self._crowd = WaitingPeers[Stream](MOST_UNKNOWN, Stream.shut_down)

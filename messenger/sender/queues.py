@@ -60,7 +60,8 @@ class Queues(Generic[CarrierT]):
         self._has_main = False
         """Whether any lane is up whose path is no standby path."""
         self._kept_free: CarrierT | None = None
-        """The lane that carries no bulk while latency requests are expected; None if there is one lane."""
+        """The lane that carries no bulk while latency requests are expected; None if there is only one
+        lane."""
         self._latency_until_s = 0.0
         self._num_latency = 0
         """Pending latency requests: in flight or queued."""

@@ -121,7 +121,7 @@ class CopyTable:
         busy = library.close_all(self._address)
         owners = [self.token(slot) & _PID_MASK for slot in range(NUM_COPY_SLOTS)]
         self._former: dict[int, list[Copy]] = {}
-        """Copies to pages of an earlier life that were in progress when this life began, by process."""
+        """Copies of the earlier life's peers that were in progress when this life began, by process."""
         for slot in _slots_of(busy):
             grant_id = library.copied_to(self._address, slot) - 1
             if owners[slot] and grant_id >= 0:

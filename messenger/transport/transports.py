@@ -114,7 +114,7 @@ class Path(NamedTuple):
 
 
 class Remedy(Enum):
-    """The remedy that may help after a failed transfer, where a transport knows one."""
+    """The remedy that may help after a failed transfer, where a transport knows a remedy."""
 
     RETRY = "retry"
     """The same path may work with a new lane."""
@@ -205,7 +205,7 @@ class SourceLayers(Protocol):
 
 
 class Inlet:
-    """Base class of inlets. By default the bytes come beside the connection; `TcpInlet` takes them from it.
+    """Base class of inlets. By default the bytes come beside the connection, but not with `TcpInlet`.
 
     Both ends of a lane have an inlet: the receiver for writes, the sender for the blocks that it fetches. The
     sender has an `Outlet` beside it (`messenger.sender.outlet`).

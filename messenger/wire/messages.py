@@ -48,7 +48,8 @@ Text = Annotated[str, msgspec.Meta(max_length=2 * _MOST_CHARS)]
 
 
 def brief(text: str) -> str:
-    """Return a text shortened to half of what messages may carry, so that a peer can add words to it."""
+    """Return a text, shortened to half of the length that messages allow, so that a peer can add words to
+    it."""
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
@@ -101,7 +102,7 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     token: int
-    """The token that is valid for one sender, until the receiver has given the lane up."""
+    """A token for one sender, valid until the receiver has given the lane up."""
     copy_table_offset: int
     pages_offset: int
     page_stride: int

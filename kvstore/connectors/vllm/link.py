@@ -21,7 +21,7 @@ _ADVICE = "give each model its own pool"
 
 
 class PoolLink:
-    """A client of the pools, made when one of them answers. The owner must call `close`.
+    """A client of the pools, made when a pool answers. The owner must call `close`.
 
     The link raises only permanent errors: ConfigError, MismatchError. If no pool answers, the link retries
     and raises no error.

@@ -53,7 +53,7 @@ class EnginePages:
 
         Args:
             layers: The address of page 0 of each layer. The caller keeps the memory mapped.
-            page_stride: The bytes from one page of a layer to the next one.
+            page_stride: The bytes from one page of a layer to the next page.
             num_pages: The number of pages.
             order: `[kv_head, 2, page_tokens, head_dim]`: the place of each element in a page of one layer.
             layout: The layout of the blocks.
