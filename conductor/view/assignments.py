@@ -1,8 +1,8 @@
-"""Placed requests as the view sees them, and what the view learns from their steps.
+"""The load that placed requests add to the view, and the costs that are learned from them.
 
-From its placement to its end a request counts in the queue of its prefill instance and in the prefixes that
-are coming there, in the batch of its decode instance, in the traffic of its prefix source, and in the
-forecast: once in each, however it ends. While it migrates it counts in the batch of its destination as well.
+From its placement to its end a request counts once in each of these, however it ends: the queue of its
+prefill instance, the prefixes that are coming there, the batch of its decode instance, the traffic of its
+prefix source, and the forecast. A migrating request also counts in the batch of its destination.
 
 Owns: these counts. Does not know: messages, states, why a request ends.
 """
@@ -45,12 +45,12 @@ class Assignment:
     device_s: float
     """Predicted device seconds that the request takes: its prefill, and its share of decode iterations."""
     delay_s: float = 0.0
-    """Predicted seconds of prefills that were assigned later than this one and are computed before it."""
+    """Predicted seconds of prefills that were assigned after this request and are computed before it."""
     decode_began_s: float | None = None
     has_moved: bool = False
     """Whether the request has left the decode instance for which its times were predicted."""
     is_adopted: bool = False
-    """Whether an earlier Conductor has placed the request, so that the time of its order is unknown."""
+    """Whether an earlier Conductor placed the request. If so, the time of its order is unknown."""
 
     @property
     def first_token_s(self) -> float:
@@ -78,7 +78,7 @@ class Destination:
 
 
 class Assignments:
-    """The component that enters placed requests into `view`, follows them, and takes them out."""
+    """Enters placed requests into `view`, follows their steps, and removes them."""
 
     def __init__(self, view: ClusterView, settings: PolicySettings, stats: DecisionStats) -> None:
         self._view, self._settings, self._stats = view, settings, stats
@@ -87,7 +87,7 @@ class Assignments:
 
     @property
     def strictest_tbt_slo_s(self) -> float | None:
-        """The least TBT SLO in seconds of all placed requests; None without any."""
+        """The smallest TBT SLO in seconds of all placed requests; None if no request has one."""
         return min(self._tbt_slos_s, default=None)
 
     def has_begun(self, assignment: Assignment) -> bool:
@@ -95,7 +95,7 @@ class Assignments:
         return self._view.loads.has_begun(assignment.prefill_slot, assignment.request.request_id)
 
     def assign(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> Assignment:
-        """Enter a request that is about to be ordered from this pair, and return its assignment."""
+        """Enter a request that is about to be ordered from its pair, and return its assignment."""
         self._stats.placed(placement)
         return self._enter(request, placement, slos, now_s)
 
@@ -110,7 +110,7 @@ class Assignments:
         *,
         is_decoded: bool,
     ) -> Assignment:
-        """Enter a request that an earlier Conductor has ordered from this pair, and return its assignment.
+        """Enter a request that an earlier Conductor has placed on this pair, and return its assignment.
 
         Nothing is learned from the request, as the time of its order is unknown.
         """
@@ -163,8 +163,10 @@ class Assignments:
         )
 
     def _device_s(self, placement: Placement, decode_slot: int) -> float:
-        """Return the device seconds that the request takes: its prefill, and the time that it adds to the
-        iterations of a decode of mean length."""
+        """Return the predicted device seconds of the request.
+
+        They are its prefill, and the time that it adds to the iterations of a decode of mean length.
+        """
         decode_s = self._view.forecast.decode_s
         share = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.gap_s
         return placement.prediction.prefill_s + (share * decode_s if decode_s < math.inf else 0.0)
@@ -194,10 +196,10 @@ class Assignments:
         return PrefixSource(source.registration.shards, num_blocks)
 
     def _source(self, placement: Placement, num_held_blocks: int) -> tuple[Instance | None, int]:
-        """Return the source of the prompt's prefix, and the number of blocks that it holds; None, 0 without
-        a source.
+        """Return the source of the prompt's prefix and the number of blocks there; `(None, 0)` for none.
 
-        The source is the placement's, or the decode instance if that holds more. An inlined prompt has none.
+        The decode instance is the source if it holds more than the placement's source does, and more than the
+        balancing threshold asks for. Otherwise the placement's source is. An inlined prompt has no source.
         """
         if placement.is_inlined or not self._settings.fetches_prefixes:
             return None, 0
@@ -240,7 +242,7 @@ class Assignments:
         self._iterations_change(now_s)
 
     def end_decode(self, assignment: Assignment, now_s: float, num_output_tokens: int) -> None:
-        """Learn from a request that has all its tokens. To be followed by `release`."""
+        """Learn from a request that has all its tokens. The caller must call `release` afterwards."""
         assert assignment.decode_began_s is not None
         if assignment.is_adopted:
             return
@@ -251,8 +253,10 @@ class Assignments:
             self._stats.decoded(assignment.placement, seconds / num_gaps)
 
     def reserve(self, assignment: Assignment, instance: Instance, copied_bytes: float) -> Destination:
-        """Enter a migrating request into the batch of its destination as well, and return its share of the
-        load there."""
+        """Enter a migrating request into the batch of its destination too.
+
+        Returns the request's share of the load there.
+        """
         view, source = self._view, assignment.placement.decode
         slot = view.slot_of(instance.name)
         assert slot is not None
@@ -264,7 +268,7 @@ class Assignments:
         )
 
     def unreserve(self, destination: Destination) -> None:
-        """Undo `reserve`, as the request does not move."""
+        """Undo `reserve` for a request that does not move."""
         self._end_copies(destination)
         if self._view.holds(destination.slot, destination.instance):
             self._view.loads.end_decode(destination.slot, destination.num_tokens, has_begun=False)
@@ -288,7 +292,7 @@ class Assignments:
             self._view.transfers.ordered_bytes[destination.source_slot] -= destination.copied_bytes
 
     def release(self, assignment: Assignment, now_s: float) -> None:
-        """Remove a request that has ended, or that is going to be placed again. To be called once."""
+        """Remove a request that has ended, or that will be placed again. An assignment is released once."""
         view = self._view
         tbt_slo_s = assignment.slos.tbt_s
         if tbt_slo_s is not None:
@@ -313,10 +317,10 @@ class Assignments:
     def _leave_prefill(self, assignment: Assignment, now_s: float, *, was_computed: bool) -> float | None:
         """Remove the request from the prefill queue, the coming prefixes and its source's traffic.
 
-        Does nothing if the request is decoded already.
+        Does nothing if decode has begun already.
 
-        Returns the seconds that the prefill took, if the prompt was computed and the time is known; else
-        None.
+        Returns the seconds that the prefill took; None if the prompt was not computed, or the time is
+        unknown.
         """
         if assignment.decode_began_s is not None:
             return None

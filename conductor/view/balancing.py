@@ -1,9 +1,9 @@
-"""The setting `kvcache_balancing_threshold`, given or adapted (Mooncake, section 6.2).
+"""The balancing threshold: a setting, or adapted to evictions (Mooncake, section 6.2).
 
-A copied prefix takes DRAM from blocks that may be wanted again. (The time of a copy is no cost here, as
-Algorithm 1 compares it.) The pools report how many lookups missed a block that had been evicted a short while
-ago. If these lookups are many, the threshold rises, so that only copies with a large gain are made. If they
-are few, it falls, and prefixes spread. It rises faster than it falls.
+A copied prefix takes DRAM from blocks that may be wanted again. Algorithm 1 compares the time of a copy, but
+not this cost. So the pools report how many lookups missed a block that had been evicted a short while ago. If
+these lookups are many, the threshold rises, so that only copies with a large gain are made. If they are few,
+the threshold falls, and prefixes spread. The threshold rises faster than it falls.
 
 Owns: the threshold. Does not know: time, prefixes, which instance fetches.
 """
@@ -16,15 +16,15 @@ from mooncake.messages.pools import PoolStats
 LOWEST, HIGHEST = 1.05, 4.0
 """The bounds of an adapted threshold."""
 MANY_EVICTED = 0.02
-"""The share of lookups that miss lately evicted blocks; above this share the threshold rises."""
+"""The share of lookups that miss lately evicted blocks above which the threshold rises."""
 _LOOKUPS_A_STEP = 1000
-"""Lookups in all pools after which the threshold is adapted once."""
+"""The number of lookups in all pools after which the threshold is adapted once."""
 _RISE, _FALL = 1.25, 0.95
-"""Factors of one step: up fast, as evictions cost blocks, and down slowly."""
+"""The factors by which one step raises or lowers the threshold. It rises faster, as evictions cost blocks."""
 
 
 class BalancingThreshold:
-    """The balancing threshold: `fixed`, or adapted if `fixed` is None."""
+    """The balancing threshold. It is `fixed`, or adapts to evictions if `fixed` is None."""
 
     def __init__(self, fixed: float | None = DEFAULT_BALANCING_THRESHOLD) -> None:
         self.threshold = DEFAULT_BALANCING_THRESHOLD if fixed is None else fixed

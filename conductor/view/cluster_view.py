@@ -1,4 +1,4 @@
-"""The Conductor's view of its instances: kept up to date by events, read by every decision.
+"""The Conductor's view of its instances. Events keep the view up to date, and every decision reads it.
 
 Owns: which instance has which slot; prefixes, loads, learned costs and traffic by slot; the forecast of
 decode; corrections of predictions. Does not know: how anything is decided, sockets, the clock.
@@ -36,10 +36,12 @@ from mooncake.messages.heartbeats import DecodeStats, Heartbeat
 from mooncake.messages.workers import Role
 
 _SAME_PASS = 0.2
-"""Prefills that end within this share of a prefill's predicted time were computed in one pass."""
+"""The largest distance between the ends of two prefills of one pass, as a share of the predicted time."""
 COSTS_HOLD_S = 30.0
-"""Seconds without a measured iteration after which a decode instance's costs are stale. An idle instance with
-stale costs is assumed to be as quick as the quickest of its kind."""
+"""Seconds without a measured iteration after which a decode instance's costs are stale.
+
+An idle instance with stale costs is assumed to be as quick as the quickest of its kind.
+"""
 
 
 class _Computed(NamedTuple):
@@ -62,7 +64,7 @@ class _Computed(NamedTuple):
 
 @dataclass(slots=True)
 class _Occupant:
-    """The instance in a slot, and the measurements from which its costs are learned."""
+    """The instance in a slot, and the measurements from which the instance's costs are learned."""
 
     instance: Instance
     prefill_checked_s: float
@@ -76,14 +78,14 @@ class _Occupant:
 
 
 class ClusterView:
-    """All slots, with all that is known of their instances.
+    """The slots of all instances, with their prefixes, loads, costs and traffic.
 
-    `next_iteration_s`, `next_token_s` and `next_delay` predict decoding with one more request, for
-    all slots, as line 24 of Algorithm 1 needs: if the prompt of this request has n tokens, an iteration takes
-    `next_iteration_s + n * next_token_s` seconds, and the TBT is `next_delay` times as long.
+    `next_iteration_s`, `next_token_s` and `next_delay` predict decode with one more request at each slot, for
+    line 24 of Algorithm 1. If the prompt of this request has n tokens, an iteration takes `next_iteration_s +
+    n * next_token_s` seconds, and the TBT is `next_delay` times as long.
 
     Args:
-        settings: The settings of decisions: the balancing threshold, what the forecast predicts.
+        settings: The settings of decisions, such as the balancing threshold and the forecast's level.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
     """
 
@@ -92,7 +94,7 @@ class ClusterView:
     next_token_s: Floats
     """Seconds that each token of the further request's prompt adds."""
     next_delay: Floats
-    """The TBT of the further request in iterations: 1 while there is a slot for it."""
+    """The TBT of the further request, in iterations: 1 while a batch slot is free."""
 
     def __init__(
         self, settings: PolicySettings | None = None, profiled: tuple[Costs, Costs] | None = None
@@ -119,7 +121,10 @@ class ClusterView:
         """The size of a block of `layout` in bytes, kept here because every decision needs it."""
         self._set_next(np.zeros((3, 0)))
         self.num_changes = 0
-        """The number of times that the arrays by slot were replaced: instances come, go or change roles."""
+        """The number of times that the arrays by slot were replaced.
+
+        They are replaced when instances come, leave or change roles.
+        """
         self._decode_pool: DecodePool | None = None
         self._occupants: dict[int, _Occupant] = {}
         self._slots: dict[str, int] = {}
@@ -140,10 +145,10 @@ class ClusterView:
         return occupant is not None and occupant.instance is instance
 
     def ttft_correction(self, placement: Placement) -> TTFTCorrection:
-        """Return the TTFT correction for a placement: that of pairs, or that of inlined prompts.
+        """Return the TTFT correction that applies to a placement.
 
-        The errors of inlined prompts have causes of their own: chunks are as long as the batch allows, and
-        other requests join the batch meanwhile.
+        Inlined prompts have their own correction, as their errors have other causes than those of pairs:
+        chunks are as long as the batch allows, and other requests join the batch meanwhile.
         """
         return self._inlined_ttft_correction if placement.is_inlined else self._pairs_ttft_correction
 
@@ -156,7 +161,7 @@ class ClusterView:
     def add(self, instance: Instance, now_s: float) -> None:
         """Add an instance in a free slot.
 
-        Raises ValueError if its name, or that of one of its pools, is taken.
+        Raises ValueError if the instance's name or the name of one of its messengers is taken.
         """
         registration = instance.registration
         messengers = [shard.messenger.instance for shard in registration.shards]
@@ -178,13 +183,13 @@ class ClusterView:
         """Reset the loads of a slot to those of an instance without requests, in its role."""
         room, max_batch = instance.max_sequence_blocks, instance.registration.capacity.max_batch
         inlines = self._settings.inlines(instance.role)
-        # Instances that do both must take prompts even so: there may be no others.
+        # An instance of both roles takes prompts however small its chunks are: no other may exist.
         least = instance.registration.least_chunk_tokens if instance.role is Role.DECODE else 0
         self.loads.reset(slot, instance.role, room, max_batch, inlines=inlines, least_chunk_tokens=least)
         self._decode_pool = None
 
     def remove(self, instance: Instance) -> None:
-        """Remove an instance whose life has ended."""
+        """Remove an instance whose process has ended or was lost."""
         slot = self._slots.pop(instance.name)
         del self._occupants[slot]
         self._slot_of_messenger = {
@@ -215,9 +220,9 @@ class ClusterView:
         self._adopt_costs(slot)
 
     def begin_role(self, instance: Instance) -> None:
-        """Open a closed instance, which has no requests, to the requests of its new role.
+        """Open a closed instance without requests to the requests of its new role.
 
-        The blocks in its pool stay, and so do its learned costs, which depend on its device.
+        The blocks in its pool stay. Its learned costs stay too, as they depend on its device.
         """
         assert not instance.requests
         slot = self._slots[instance.name]
@@ -227,7 +232,7 @@ class ClusterView:
         self._adopt_costs(slot)
 
     def _adopt_costs(self, slot: int) -> None:
-        """Adopt the costs that equal instances have learned, as far as the instance's role needs them."""
+        """Adopt the costs that instances of the same kind have learned, for the stages of the role."""
         loads = self.loads
         if loads.is_prefill.item(slot) or loads.inlines.item(slot):
             self.prefill_costs.adopt(slot)
@@ -255,7 +260,7 @@ class ClusterView:
             self.loads.set_room(slot, min(instance.room_blocks(pool) for pool in pools))
 
     def decode_pool(self) -> DecodePool | None:
-        """Return the decode instances that take requests; None if there is none."""
+        """Return the decode instances that take requests; None if there are none."""
         is_decode = self.loads.is_decode
         if self._decode_pool is None and is_decode.any():
             mean_costs = self.decode_costs.mean(is_decode)
@@ -265,7 +270,7 @@ class ClusterView:
         return self._decode_pool
 
     def mean_iteration_s(self) -> float | None:
-        """Return the mean predicted seconds of an iteration of the decode instances; None without any."""
+        """Return the mean predicted seconds of a decode iteration; None without decode instances."""
         loads, pool = self.loads, self.decode_pool()
         if pool is None:
             return None
@@ -275,8 +280,10 @@ class ClusterView:
         return pool.mean_costs.seconds(share * num_requests, share * num_tokens)
 
     def mean_prefill_costs(self) -> Costs | None:
-        """Return the mean costs of the prefill instances, or else of the instances that inline; None without
-        any."""
+        """Return the mean costs of the prefill instances; None if no instance computes prompts.
+
+        Without prefill instances the mean is taken over the instances that inline prompts.
+        """
         loads = self.loads
         slots = loads.is_prefill if loads.is_prefill.any() else loads.inlines
         return self.prefill_costs.mean(slots) if slots.any() else None
@@ -284,7 +291,7 @@ class ClusterView:
     def decode_changed(self, slot: int) -> None:
         """Update the predicted iteration of a slot, after a change of its requests or its costs.
 
-        An instance that is wrongly believed to be slow gets no requests, and could not show that it is fast.
+        An instance that is wrongly believed to be slow gets no requests, and so cannot show that it is fast.
         So an idle instance with stale costs is predicted to be as quick as the quickest of its kind.
         """
         loads, costs = self.loads, self.decode_costs
@@ -301,15 +308,14 @@ class ClusterView:
     def next_gap_s(self, slot: int, num_tokens: int) -> float:
         """Predict the mean seconds between two tokens of one more request with a prompt of `num_tokens`.
 
-        The TBT in contrast is the mean of the longest gaps. Where r requests share s < r batch slots, each
-        gets a token every r / s iterations.
+        The TBT, in contrast, is the mean of the longest gaps only. Where r requests share s < r batch slots,
+        each gets a token every r / s iterations.
         """
         batched, _ = batch_share(self.loads.batch_size.item(slot) + 1, self.loads.max_batch.item(slot))
         return (self.next_iteration_s.item(slot) + num_tokens * self.next_token_s.item(slot)) / batched
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
-        """Return the seconds since the duration of a prefill on this instance was last compared with its
-        prediction."""
+        """Return the seconds since a prefill on this instance was last compared with its prediction."""
         return now_s - self._occupants[slot].prefill_checked_s
 
     # -- what is learned ----------------------------------------------------------------------------
@@ -320,7 +326,7 @@ class ClusterView:
         """Learn the costs of a prefill that took `seconds` since the prefill before it ended.
 
         Prefills of one pass end together and are learned as one. So the latest prefill is learned only when
-        no other prompt is ordered, or when a prefill of another pass has ended.
+        the instance has no other ordered prompt, or when a prefill of another pass has ended.
         """
         num_new, num_pairs = prefill_quantities(num_tokens - num_cached_tokens, num_cached_tokens)
         occupant = self._occupants[slot]
@@ -337,13 +343,16 @@ class ClusterView:
             occupant.computed = None
 
     def decode_refused(self, slot: int, num_requests: int, tbt_s: float) -> float:
-        """Learn the TBT that a decode instance predicts, and return the new prediction in seconds.
+        """Learn the TBT that a decode instance predicts, and return the Conductor's new prediction.
 
         Args:
             slot: The slot of the instance.
-            num_requests: The number of requests that the instance counts, with a batch slot or without. It
-                does not count requests that wait for their turn at its double check.
+            num_requests: The number of requests that the instance counts, with and without a batch slot.
+                Requests that wait for their turn at its double check are not counted.
             tbt_s: The TBT in seconds that the instance predicts.
+
+        Returns:
+            The TBT in seconds that the Conductor predicts for this batch, after learning.
         """
         batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))
         num_kv_tokens = num_requests * self._mean_decoding_tokens(slot)
@@ -366,8 +375,10 @@ class ClusterView:
         return self.loads.num_kv_tokens.item(slot) / max(1.0, self.loads.batch_size.item(slot))
 
     def _mean_decoding_tokens(self, slot: int) -> float:
-        """Return the mean prompt length of the requests whose prefill has ended. Queued prompts may be much
-        longer."""
+        """Return the mean prompt length of the requests whose prefill has ended.
+
+        Queued prompts do not count here, as they can be much longer.
+        """
         return self.loads.num_decoding_tokens.item(slot) / max(1.0, self.loads.num_decoding.item(slot))
 
     def _learn_prefill(self, slot: int, computed: _Computed) -> None:
@@ -375,7 +386,7 @@ class ClusterView:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
     def _learn_decode(self, slot: int, decode: DecodeStats, now_s: float) -> None:
-        """Learn costs from the iterations since the last heartbeat in which no prompt was computed."""
+        """Learn costs from the iterations since the last heartbeat that computed no prompt."""
         occupant, loads = self._occupants[slot], self.loads
         before, occupant.decode = occupant.decode, decode
         mixed, mixed_before = decode.mixed, before.mixed

@@ -1,11 +1,11 @@
-"""Corrections of predictions near an SLO, by the errors of the latest ones.
+"""Corrections of predictions near an SLO, learned from the errors of the latest predictions.
 
 Under overload every queue and every batch is as large as its SLO allows. A request that is admitted then is
-just in time by the prediction, and would be late by the prediction's error. So predicted times are multiplied
-by a factor before they are compared with an SLO:
+predicted to be just in time. If the prediction is too low, the request is late. So predicted times are
+multiplied by a factor before they are compared with an SLO:
 
-    TTFTCorrection  by how much later than predicted the latest first tokens came
-    TBTCorrection   by how much more than predicted decode instances say that a batch adds to an iteration
+    TTFTCorrection  actual / predicted time to the first token, of the latest prompts
+    TBTCorrection   reported / predicted time that a batch adds to an iteration, of the latest reports
 
 Owns: the latest errors. Does not know: which requests are admitted.
 """
@@ -17,27 +17,30 @@ from typing import NamedTuple
 from conductor.view.placement import Prediction
 
 TTFT_QUANTILE = 0.95
-"""The share of the latest first tokens that come in time with the correction."""
+"""The share of the latest first tokens that would have been in time with the correction."""
 NEAR_TTFT_SLO = 0.7
-"""The share of the TTFT SLO from which on a prediction is near it."""
+"""The share of a TTFT SLO above which a predicted TTFT counts as near the SLO."""
 MOST_TTFT = 1.5
 """The largest factor of a predicted TTFT."""
 
 TBT_QUANTILE = 0.9
 """The share of the latest TBTs reported by decode instances that the corrected prediction covers."""
 NEAR_TBT_SLO = 0.3
-"""A batch is near its TBT SLO if it takes at least this share of the time that the SLO leaves for it. The
-error for a smaller batch says little about one at the SLO. Batches grow much between two heartbeats: with a
-share of 0.5 fewer requests are in time."""
+"""The share of its TBT SLO's time above which a batch counts as near the SLO.
+
+The time is the one that the SLO leaves for the batch's part of an iteration. The error for a smaller batch
+says little about a batch at the SLO. Batches grow much between two heartbeats: with a share of 0.5 fewer
+requests are in time.
+"""
 MOST_TBT = 1.5
-"""The largest factor of what a batch adds to an iteration."""
+"""The largest factor of the time that a batch adds to an iteration."""
 
 MEMORY_S = 60.0
 """Seconds after which an error is forgotten."""
 _NUM_RECENT = 64
-"""Errors that are remembered at most."""
+"""The largest number of errors that are remembered of one kind."""
 _NUM_SLOS = 100
-"""SLOs whose errors are remembered separately.
+"""The number of SLOs whose errors are remembered separately.
 
 The number is bounded, as SLOs come from API keys and requests.
 """
@@ -50,10 +53,10 @@ class _Error(NamedTuple):
 
 
 class _LatestErrors:
-    """The latest errors of one kind.
+    """The latest errors of one kind of prediction.
 
     Args:
-        quantile: The share of the errors that `factor` covers.
+        quantile: The share of the errors that the factor covers.
         most: The largest factor.
     """
 
@@ -86,8 +89,10 @@ class _LatestErrors:
 
 
 class TTFTCorrection:
-    """The factors of predicted TTFTs, one for each TTFT SLO, as an error near one SLO says nothing about
-    another SLO."""
+    """The factors of predicted TTFTs, one for each TTFT SLO.
+
+    An error near one SLO says nothing about another SLO.
+    """
 
     def __init__(self) -> None:
         self._by_slo: OrderedDict[float, _LatestErrors] = OrderedDict()
@@ -103,7 +108,7 @@ class TTFTCorrection:
 
         Args:
             prediction: The prediction made at the placement.
-            delay_s: Predicted seconds of later prompts that were computed before this one.
+            delay_s: Predicted seconds of prompts that were placed later and computed earlier.
             ttft_s: Seconds from the placement to the first token.
             ttft_slo_s: The request's TTFT SLO in seconds; None for none.
             now_s: The time.
@@ -127,18 +132,18 @@ class TTFTCorrection:
 
 
 class TBTCorrection:
-    """The correction of what a batch adds to a predicted iteration, one for all decode instances.
+    """The correction of the time that a batch adds to a predicted iteration, for all decode instances.
 
     Decode instances check the TBT SLO again when prefill has ended (section 3). If they predicted 1% more
-    than the Conductor, it would go on admitting requests that all of them refuse after prefill. Most of an
-    iteration's time does not depend on the batch, so only the batch's part is corrected.
+    than the Conductor, the Conductor would go on admitting requests that every decode instance refuses after
+    prefill. Most of an iteration's time does not depend on the batch, so only the batch's part is corrected.
     """
 
     def __init__(self) -> None:
         self._errors = _LatestErrors(TBT_QUANTILE, MOST_TBT)
 
     def learn(self, predicted_s: float, reported_s: float, constant_s: float, now_s: float) -> None:
-        """Learn the error of a TBT prediction from what a decode instance has reported for the same batch.
+        """Learn the error of a TBT prediction from the TBT that a decode instance reports for the same batch.
 
         Args:
             predicted_s: The TBT that the Conductor predicts.
@@ -150,7 +155,7 @@ class TBTCorrection:
             self._errors.learn((reported_s - constant_s) / (predicted_s - constant_s), now_s)
 
     def corrected_s(self, predicted_s: float, constant_s: float, now_s: float) -> float:
-        """Return a predicted TBT in seconds, corrected.
+        """Return the corrected value of a predicted TBT, in seconds.
 
         `constant_s` is the part of the prediction that does not depend on the batch.
         """

@@ -52,7 +52,7 @@ class MigrationReason(StrEnum):
 
 
 class MigrationOutcome(StrEnum):
-    """The way in which a migration ended. Only with MOVED has the request moved."""
+    """The way in which a migration ended. Only MOVED means that the request has moved."""
 
     MOVED = "moved"
     ENDED = "ended"
@@ -77,7 +77,7 @@ class MigrationStats:
     num_copied_bytes: int = 0
     """Bytes of the blocks that destinations have loaded, without blocks that their pools held before."""
     num_recomputed_tokens: int = 0
-    """Tokens that destinations computed again, as their KVCache was in no full block."""
+    """Tokens that destinations computed again, because no full block held their KVCache."""
 
 
 class DecisionStats:
@@ -89,7 +89,7 @@ class DecisionStats:
         self.num_placements: Counter[Reuse] = Counter()
         self.num_rejections: Counter[Reason] = Counter()
         self.num_preempted = 0
-        """Requests that lost their pair, or their place in the admission queue, to others."""
+        """Requests that lost their pair, or their place in the admission queue, to other requests."""
         self.num_fetches = 0
         """Fetches ordered from one instance to another."""
         self.num_fetched_blocks = 0

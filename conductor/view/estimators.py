@@ -1,10 +1,11 @@
-"""Predicted durations of prefills and iterations of decode, learned by instance (Mooncake, section 6.1).
+"""Predicted durations of prefills and of decode iterations, learned for each instance.
 
-A cost is a polynomial with three coefficients (`mooncake.messages.costs`). An estimator begins with the
-coefficients of a profile, or with generic ones, and corrects them by recursive least squares on relative
-errors. Its prior assumes that all coefficients are wrong by about one factor, the speed of the machine. So
-short prompts also correct predictions for long ones. A large error counts only up to a limit. Several large
-errors in a row in one direction are a change of speed, and rescale all coefficients at once.
+They are the time costs of Mooncake, section 6.1. A cost is a polynomial with three coefficients
+(`mooncake.messages.costs`). An estimator begins with the coefficients of a profile, or with generic ones, and
+corrects them by recursive least squares on relative errors. Its prior assumes that all coefficients are wrong
+by about one factor, the speed of the machine. So short prompts also correct predictions for long ones. A
+large error counts only up to a limit. Several large errors in a row in one direction are taken as a change of
+speed: they rescale all coefficients at once.
 
 Owns: coefficients by slot, the mean of the decode instances. Does not know: requests, queues, the clock.
 """
@@ -26,17 +27,20 @@ _COMMON_DOUBT = 0.5
 _FORGETTING = 1e-3
 """The share of the initial variance that is added again with every observation."""
 _LARGEST_SURPRISE = 3.0
-"""The limit of an error, in standard deviations of the expected errors."""
+"""The largest error that counts in full, in standard deviations of the expected errors."""
 _SURPRISES_TO_RESCALE = 4
 """The number of large errors in a row that are taken as a change of speed."""
 _SMALLEST_SHARE = 1e-3
-"""The least value of a coefficient, as a share of its start value."""
+"""The smallest value of a coefficient, as a share of its start value."""
 
 
 GENERIC_PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)
 GENERIC_DECODE_COSTS = Costs(5e-3, 1e-4, 1e-8)
-"""Costs before the first observation, which sets the scale. They are too low rather than too high: an
-instance that is believed to be too slow gets no requests, and cannot show that it is not."""
+"""Costs before the first observation, which sets the scale.
+
+They are chosen too low rather than too high: an instance that is believed to be too slow gets no requests,
+and cannot show that it is fast.
+"""
 
 
 class Doubt(NamedTuple):
@@ -49,8 +53,11 @@ class Doubt(NamedTuple):
 
 
 PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
-"""Decode has less noise, as means of many iterations are measured. It has more doubt of the shape, as the
-time that a request adds differs between devices."""
+"""The doubts of prefill and of decode costs.
+
+Decode has less noise, as means of many iterations are measured. It has more doubt of the shape, as the time
+that a request adds differs between devices.
+"""
 
 
 _Covariance = Sequence[float]
@@ -62,7 +69,7 @@ class CostEstimator:
 
     Args:
         start: The coefficients of a new instance.
-        doubt: How wrong predictions may be.
+        doubt: The expected errors of `start` and of single durations.
         is_profiled: Whether `start` was measured, so that its scale is roughly right.
     """
 
@@ -105,14 +112,14 @@ class CostEstimator:
         """Copy the costs that instances of the same kind have learned, if this instance has learned nothing.
 
         With generic costs, which are too low, an instance that joins others would get all prompts until it
-        has computed its first one. If no instance of the kind has learned, the costs stay.
+        has computed its first prompt. If no instance of the kind has learned, the costs stay.
         """
         if not self._has_learned[slot] and (learned := self._learned_alike(slot)).any():
             self._begin_at(slot, self.mean(learned))
             self._has_scale[slot] = True
 
     def _learned_alike(self, slot: int) -> NDArray[np.bool_]:
-        """Return by slot whether an instance of the slot's kind is there and has learned."""
+        """Return for each slot whether its instance has learned, and is of the kind of `slot`'s instance."""
         is_alike: NDArray[np.bool_] = self._kind_at == self._kind_at[slot]
         return self._has_learned & is_alike
 
@@ -121,8 +128,10 @@ class CostEstimator:
         self._has_learned[slot] = False
 
     def quickest_alike(self, slot: int, first: float, second: float) -> int:
-        """Return the slot with the shortest predicted duration among the instances of this slot's kind that
-        have learned; `slot` itself if none has."""
+        """Return the slot with the shortest predicted duration among instances of this slot's kind.
+
+        Only instances that have learned are compared. If none has, `slot` itself is returned.
+        """
         constant_s, first_s, second_s = self._coefficients
         seconds = np.where(
             self._learned_alike(slot), constant_s + first * first_s + second * second_s, math.inf
@@ -131,12 +140,12 @@ class CostEstimator:
         return quickest if seconds[quickest] < math.inf else slot
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
-        """Predict seconds on one instance, from the polynomial's first and second variable."""
+        """Predict the seconds on one instance, given the polynomial's two variables."""
         constant_s, first_s, second_s = self._of(slot)
         return constant_s + first * first_s + second * second_s
 
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
-        """Return the mean coefficients of these slots, of which there must be at least one."""
+        """Return the mean coefficients of these slots. There must be at least one."""
         num_slots = int(np.count_nonzero(slots))
         return Costs(*(self._coefficients @ slots / num_slots).tolist())
 
@@ -198,8 +207,10 @@ class CostEstimator:
 
 
 def _outer(of: Sequence[float], squares: float, others: float) -> _Covariance:
-    """Return the outer product of three numbers with themselves. Its diagonal is scaled by `squares`, the
-    other elements by `others`."""
+    """Return the outer product of three numbers with themselves, scaled.
+
+    The elements of the diagonal are multiplied by `squares`, the other elements by `others`.
+    """
     a, b, c = of
     return squares * a * a, others * a * b, others * a * c, squares * b * b, others * b * c, squares * c * c
 
@@ -215,7 +226,7 @@ def _product(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 class DecodePool(NamedTuple):
-    """The decode instances as one: their number, slots and mean costs."""
+    """All decode instances described as one: their number, slots and mean costs."""
 
     num_instances: int
     members: Floats

@@ -1,7 +1,7 @@
 """The instances of the cluster, their states, and the requests that are assigned to them.
 
-Load is the Conductor's own count of requests that it has assigned and that have not ended, not the load that
-heartbeats report.
+The load of an instance is the Conductor's own count of assigned requests that have not ended. It is not the
+load that heartbeats report.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _NEXT = {
     InstanceState.RETIRED: frozenset[InstanceState](),
 }
 _MOST_SHOWN = 80
-"""Characters of an unknown name that a message shows."""
+"""The largest number of characters of an unknown name that a message shows."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,10 @@ class Instance:
     modules_order: PlaceModules | None = None
     """The latest order that moves the instance's modules, until a heartbeat reports the result."""
     helper: "Instance | None" = None
-    """The registered instance that has modules of this one, as of the latest heartbeat; None for none."""
+    """The registered instance that hosts modules of this instance, as of the latest heartbeat.
+
+    None without a helper.
+    """
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -77,15 +80,14 @@ class Instance:
 
     @property
     def version(self) -> int:
-        """The protocol version that Conductor and instance both speak: no newer message is sent."""
+        """The newest protocol version that Conductor and instance both speak. No newer message is sent."""
         version = SPOKEN.common(self.registration.versions)
         assert version is not None, "it was not refused"
         return version
 
     @property
     def kind(self) -> tuple[str, str, int]:
-        """The properties that instances of equal speed have in common: device, engine, number of stages or
-        ranks."""
+        """The properties that instances of equal speed share: device, engine, number of stages or ranks."""
         registration = self.registration
         return registration.device, registration.engine, len(registration.shards)
 
@@ -96,12 +98,12 @@ class Instance:
 
     @property
     def max_sequence_blocks(self) -> int:
-        """Blocks of the longest sequence that fits into the idle instance both with its modules where they
-        are and with all of them back.
+        """Blocks of the longest sequence that fits into the idle instance.
 
-        Where a helper has pages, sequences may be longer than fits without it: the pages stay there as long
-        as such a sequence needs them, so no further one may come while they are to come back. Prompts may
-        not be longer (`max_prompt_blocks`).
+        Most sequences must fit both with the modules where they are and with all modules back. If a helper
+        has device pages of a decode instance, a sequence may be so long that it needs these pages. They stay
+        at the helper as long as such a sequence runs. So no further one is taken while the helper leaves
+        service. A prompt must always fit without the helper (`max_prompt_blocks`).
         """
         capacity = self.registration.capacity
         most = min(capacity.num_pool_pages, self.num_device_pages)
@@ -111,7 +113,7 @@ class Instance:
 
     @property
     def _is_called_back(self) -> bool:
-        """Whether the modules are to come back, as the helper drains."""
+        """Whether the modules are to come back, because the helper drains or leaves."""
         return self.helper is not None and self.helper.state is not InstanceState.SERVING
 
     @property
@@ -135,28 +137,28 @@ class Instance:
 
     @property
     def modules(self) -> ModulesPlace:
-        """The place of the instance's modules, as the latest heartbeat tells."""
+        """The place of the instance's modules, as of the latest heartbeat."""
         return ModulesPlace() if self.heartbeat is None else self.heartbeat.modules
 
     @property
     def num_device_pages(self) -> int:
-        """The number of device pages, which changes with modules that leave or come."""
+        """The number of device pages, which changes as modules leave or come back."""
         now = self.modules.num_device_pages
         return self.registration.capacity.num_device_pages if now is None else now
 
     @property
     def num_pages_at_helper(self) -> int:
-        """The device pages that a helper has.
+        """The number of device pages that a helper has for this instance.
 
-        They are for full pages of requests that run here: one that migrates here gets none beforehand.
+        These pages are for full pages of requests that run here. A request that migrates here gets none of
+        them in advance.
         """
         if not self.modules.part.share:
             return 0
         return max(0, self.num_device_pages - self.registration.capacity.num_device_pages)
 
     def shares_cores(self, other: "Instance") -> bool:
-        """Return whether the instances have CPU cores in common, on which each computes while the other
-        idles."""
+        """Return whether the instances share CPU cores on which each computes while the other idles."""
         ours, theirs = self.registration, other.registration
         if ours.idle_cores.isdisjoint(theirs.idle_cores):
             return False
@@ -170,7 +172,7 @@ class Instance:
 class Instances:
     """All registered instances by name. At most one life of a name is registered.
 
-    A `stage` is one of `STAGES`. The `settings` say which roles can do a stage.
+    A `stage` is one of `STAGES`. `settings` tells which roles can do a stage.
     """
 
     def __init__(self, settings: PolicySettings) -> None:
@@ -200,10 +202,10 @@ class Instances:
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
-        """Expect the next life of a lost instance until `until_s`, as that life has announced itself.
+        """Expect the next life of a lost instance until `until_s`, after that life has announced itself.
 
-        An unknown instance may have been lost under an earlier Conductor. If instances of an earlier
-        Conductor are expected, all of them are then expected until at least `until_s`.
+        If no instance of this name is known, it may have been lost under an earlier Conductor. If instances
+        of an earlier Conductor are still expected, all of them are then expected until at least `until_s`.
         """
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)
@@ -211,9 +213,9 @@ class Instances:
             self._all_expected_until_s = max(self._all_expected_until_s, until_s)
 
     def begin_emptying(self, instance: Instance, state: InstanceState, now_s: float) -> bool:
-        """Begin to drain an instance, or to switch its role. Returns False if its state does not allow that.
+        """Begin to drain an instance, or to switch its role. Returns False if its state forbids it.
 
-        An instance that is being emptied already keeps its progress.
+        An instance that is already being emptied keeps its progress.
         """
         if state not in _NEXT[instance.state]:
             return False
@@ -224,7 +226,7 @@ class Instances:
         return True
 
     def retire(self, instance: Instance) -> bool:
-        """Record that an instance may end. Returns False if its state does not allow that."""
+        """Record that an instance is allowed to end. Returns False if its state forbids it."""
         if InstanceState.RETIRED not in _NEXT[instance.state]:
             return False
         instance.state = InstanceState.RETIRED
@@ -233,7 +235,7 @@ class Instances:
     def serve(self, instance: Instance, role: Role | None = None) -> bool:
         """Return an instance to service, in another `role` if given.
 
-        Returns False if its state does not allow that.
+        Returns False if its state forbids it.
         """
         if InstanceState.SERVING not in _NEXT[instance.state]:
             return False
@@ -244,13 +246,19 @@ class Instances:
         return True
 
     def expect_all(self, num_instances: int, until_s: float) -> None:
-        """Expect `num_instances` instances of an earlier Conductor until `until_s`, for all stages."""
+        """Expect `num_instances` instances of an earlier Conductor until `until_s`.
+
+        Until then no stage counts as lacking.
+        """
         self._num_before, self._all_expected_until_s = num_instances, until_s
 
     @property
     def num_expected(self) -> int:
-        """The number of registered instances; or the number of instances of an earlier Conductor that are
-        expected back, if that is larger."""
+        """The number of instances in the cluster.
+
+        They are the registered ones, or an earlier Conductor's instances that are expected back if those are
+        more.
+        """
         return max(len(self), 0 if self._all_expected_until_s is None else self._num_before)
 
     def lacks(self, stage: Role) -> bool:
@@ -259,11 +267,11 @@ class Instances:
 
     @property
     def emptying(self) -> list[Instance]:
-        """The instances that drain, or switch their role."""
+        """The instances that drain or switch their role."""
         return list(self._emptying.values())
 
     def resized(self) -> None:
-        """Forget derived sizes, after the number of pages of an instance has changed."""
+        """Forget derived sizes. The caller has changed the number of pages of an instance."""
         self._largest.clear()
 
     def _changed(self) -> None:
@@ -280,8 +288,10 @@ class Instances:
             self._largest.clear()
 
     def largest(self, stage: Role) -> Instance | None:
-        """Return the instance for a stage that holds the longest sequence, among serving instances and lost
-        instances that may return."""
+        """Return the instance for a stage that holds the longest sequence; None if there is none.
+
+        Serving instances count, and lost instances that may return.
+        """
         if stage not in self._largest:
             lost = [instance for instance, _ in self._lost.values() if self._can(instance, stage)]
             expected = self.serving(stage) + lost
@@ -294,20 +304,20 @@ class Instances:
         return self._settings.can(instance.role, stage)
 
     def get(self, name: str | None) -> Instance | None:
-        """Return the registered instance of this name; None without one."""
+        """Return the registered instance of this name; None if there is none."""
         return self._by_name.get(name) if name is not None else None
 
     def by_identity(self, identity: bytes) -> Instance | None:
-        """Return the instance with this socket identity; None if that life is not the registered one."""
+        """Return the instance with this socket identity; None if another life or none is registered."""
         instance = self._by_name.get(identity.decode(errors="replace").rpartition("#")[0])
         return instance if instance is not None and instance.identity == identity else None
 
     def able(self, stage: Role) -> list[Instance]:
-        """Return the instances for a stage."""
+        """Return the instances whose role can do a stage."""
         return [instance for instance in self._by_name.values() if self._can(instance, stage)]
 
     def serving(self, stage: Role) -> list[Instance]:
-        """Return the instances for a stage that take new requests."""
+        """Return the instances whose role can do a stage and that take new requests."""
         return [instance for instance in self.able(stage) if instance.state is InstanceState.SERVING]
 
     def why_none(self, stage: Role) -> str:
@@ -325,7 +335,7 @@ class Instances:
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_lost_without(self, instance: Instance, role: Role | None = None) -> Role | None:
-        """Return a stage for which no serving instance would be left if this one left, or switched to `role`.
+        """Return a stage that would lose its last serving instance if `instance` left, or switched to `role`.
 
         None if there is no such stage.
         """
@@ -336,8 +346,10 @@ class Instances:
         return None
 
     def lacks_stage(self, role: Role, other: Role) -> bool:
-        """Return whether there is a stage that `role` can do and `other` cannot, and for which no instance is
-        registered or expected."""
+        """Return whether `role` can do a stage that `other` cannot, and no instance is there for that stage.
+
+        Expected instances count as there.
+        """
         return any(
             self._settings.can(role, stage) and not self._settings.can(other, stage) and self.lacks(stage)
             for stage in STAGES
@@ -348,8 +360,7 @@ class Instances:
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
 
     def max_sequence_blocks(self) -> int:
-        """Return the blocks of the longest sequence that some serving or expected pair can hold; 0 without a
-        pair."""
+        """Return the blocks of the longest sequence that a serving or expected pair can hold; 0 if none."""
         largest = [(stage, self.largest(stage)) for stage in STAGES]
         return min(0 if instance is None else instance.max_blocks(stage) for stage, instance in largest)
 

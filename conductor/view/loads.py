@@ -1,7 +1,7 @@
 """Each instance's assigned requests that have not ended, in arrays by slot (Mooncake, section 6.1).
 
-The arrays change with events, so that a decision only reads them. Slots are those of the prefix index. Queues
-contain the requests that the Conductor has assigned and that have not ended, whatever heartbeats report.
+Events change the arrays, so that a decision only reads them. Slots are those of the prefix index. A request
+is in the arrays from its assignment to its end, whatever heartbeats report.
 
 Owns: roles, room, queues of prefills, batches of decodes. Does not know: messages, predictions of times.
 """
@@ -26,20 +26,21 @@ HEARTBEAT_S = 1.0
 class AssignedPrefill:
     """A prompt in the queue of a prefill instance.
 
-    Of the ordered prompts the one with the lowest `rank_s` counts as computed first, the earliest ordered of
-    equals. That is the workers' order, except that at workers prompts without a deadline take turns between
-    tenants, and a prompt may wait for blocks that another one computes (`workers.prefill.queue`).
+    The ordered prompt with the lowest `rank_s` is believed to be computed first. Of equal prompts it is the
+    one that was ordered first. Workers order prompts in the same way, with two exceptions: their prompts
+    without a deadline take turns between tenants, and a prompt may wait for blocks that another prompt
+    computes (`workers.prefill.queue`).
     """
 
     left_s: float
-    """Predicted seconds to compute the rest of the prompt, counted from when it last became the head."""
+    """Predicted seconds to compute the rest of the prompt, as of the last time it became the head."""
     priority: int
     ordered_s: float | None = None
     """The time at which the prompt was ordered; None before."""
     rank_s: float = math.inf
     has_begun: bool = False
     is_timed: bool = True
-    """Whether no other prompt was computed between this prompt's beginning and end."""
+    """Whether no other prompt was computed between this prompt's beginning and its end."""
 
 
 @dataclass(slots=True)
@@ -59,25 +60,30 @@ class _Prefills:
 
 
 class Loads:
-    """Arrays with `num_slots` entries, all zero for slots without an instance except `max_batch`."""
+    """The loads of all slots, as arrays.
+
+    A slot without an instance has zeros, except 1 in `max_batch` and minus infinity in `ends_s`.
+    """
 
     is_prefill: NDArray[np.bool_]
     is_decode: NDArray[np.bool_]
     inlines: NDArray[np.bool_]
     """Whether the decode instance computes prompts of its own requests."""
     prefill_room_blocks: NDArray[np.int64]
-    """Blocks of the longest sequence that fits into the prefill instance without requests; 0 for others."""
+    """Blocks of the longest sequence that fits into the idle prefill instance; 0 for other roles."""
     decode_room_blocks: NDArray[np.int64]
-    """Blocks of the longest sequence that fits into the decode instance without requests; 0 for others."""
+    """Blocks of the longest sequence that fits into the idle decode instance; 0 for other roles."""
     least_chunk_tokens: NDArray[np.int64]
-    """Fewest tokens of an inlined prompt in an iteration with other requests; 0: as few as SLOs demand."""
+    """The least tokens of an inlined prompt in a shared iteration; 0 if only SLOs limit them."""
     num_assigned: NDArray[np.int64]
-    """Requests assigned to the instance, as prefill or as decode."""
+    """Requests assigned to the instance, for prefill or for decode."""
     head_priority: NDArray[np.int64]
     """The priority of the prompt that is being computed."""
     utilisation: Floats
-    """U of BanaServe's equation 37, from 0 to 2: the shares of compute and memory in use as of the last
-    heartbeat, plus the predicted compute of the prompts that were assigned since."""
+    """U of BanaServe's equation 37, from 0 to 2: the shares of compute and memory in use.
+
+    The value is the last heartbeat's, plus the predicted compute of prompts that were assigned since.
+    """
     queued_s: Floats
     """Predicted seconds of all assigned prefills that have not ended."""
     behind_head_s: Floats
@@ -93,12 +99,15 @@ class Loads:
     num_decoding_tokens: Floats
     """Prompt tokens of the requests in `num_decoding`."""
     num_awaiting_turn: Floats
-    """Requests of `num_decoding` that wait at the double check for the batch's TBT to fall. The number is the
-    last heartbeat's, updated by later events. Requests that wait for a batch slot do not count."""
+    """Requests of `num_decoding` that wait at the double check for the batch's TBT to fall.
+
+    The number is the last heartbeat's, updated by later events. Requests that wait for a batch slot do not
+    count.
+    """
     num_prompts: Floats
     """Assigned prompts that have not been computed."""
     max_batch: Floats
-    """Batch slots of the instance: the most requests that it decodes together. 1 without an instance."""
+    """Batch slots of the instance: the most requests that it decodes together; 1 without an instance."""
 
     def __init__(self) -> None:
         self._prefills: list[_Prefills] = []
@@ -152,7 +161,7 @@ class Loads:
         inlines: bool = False,
         least_chunk_tokens: int = 0,
     ) -> None:
-        """Reset a slot for another instance, or (no role) for none. Slots are added as needed."""
+        """Reset a slot for another instance, or for none if `role` is None. Slots are added as needed."""
         while self.num_slots <= slot:
             self._prefills.append(_Prefills({}, {}))
         self._set_columns(*(self._grown(matrix) for matrix in (self._flags, self._counts, self._sums)))
@@ -188,22 +197,23 @@ class Loads:
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
 
     def queue_s(self, now_s: float, priority: int = 0) -> Floats:
-        """Return the seconds until each instance has computed all its prompts that go before a prompt of
-        `priority`.
+        """Return the seconds until each instance has computed all prompts ahead of one of `priority`.
 
-        The time for which the present prompt has been computed is subtracted.
+        The time that the present prompt has already been computed for is subtracted.
         """
         left_s: Floats = np.maximum(self.ends_s - now_s, self.behind_head_s)
         behind_s = self.behind_s(priority)
         return left_s if behind_s is None else left_s - behind_s
 
     def behind_s(self, priority: int) -> Floats | None:
-        """Return the predicted seconds of the queued prompts that a new prompt of `priority` overtakes; None
-        if it overtakes none on any instance."""
+        """Return the predicted seconds of the queued prompts that a new prompt of `priority` overtakes.
+
+        None if the new prompt would overtake none on any instance.
+        """
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
             return None
-        # The prompt that is computed is not interrupted for long: what is left of it goes before all others.
+        # A new prompt does not interrupt the one being computed for long: its remaining seconds come first.
         head_left_s = np.where(self.head_priority > priority, self.queued_s - self.behind_head_s, 0.0)
         behind_s: Floats = np.sum(behind, axis=0) - head_left_s
         return behind_s
@@ -224,9 +234,9 @@ class Loads:
         self._set_head(slot)
 
     def order_prefill(self, slot: int, request_id: str, due_s: float, now_s: float) -> None:
-        """Record that a prompt may be computed.
+        """Record that a prompt was ordered: its instance may compute it from now on.
 
-        `due_s`: the time at which its first token is due, by the worker's count.
+        `due_s`: the time at which its first token is due, as the worker counts.
         """
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id)
@@ -244,10 +254,10 @@ class Loads:
     def end_prefill(
         self, slot: int, request_id: str, now_s: float, *, was_computed: bool = True
     ) -> float | None:
-        """Remove a prompt that has been computed or is cancelled, so that the next one begins. Idempotent.
+        """Remove a prompt that was computed or cancelled, so that the next prompt begins. Idempotent.
 
-        Returns the seconds that the prompt took since it was ordered, or since the prompt before it ended if
-        that was later; None if they are unknown.
+        Returns the seconds that the prompt took. They count from its order, or from the end of the prompt
+        before it if that was later. None if they are unknown.
         """
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id, None) or prefills.ordered.get(request_id)
@@ -274,12 +284,14 @@ class Loads:
             del self._queued_s[priority], self._num_queued[priority]
 
     def has_ordered_prefills(self, slot: int) -> bool:
-        """Return whether the instance has prompts that it may compute."""
+        """Return whether the instance has ordered prompts that have not ended."""
         return bool(self._prefills[slot].ordered)
 
     def has_begun(self, slot: int, request_id: str) -> bool:
-        """Return whether the prompt has ever been the next in its instance's order, so that it is believed to
-        have begun. Instances do not report the beginning."""
+        """Return whether the prompt is believed to have begun.
+
+        It is, once it has been first in its instance's order. Instances do not report the beginning.
+        """
         prefill = self._prefills[slot].ordered.get(request_id)
         return prefill is not None and prefill.has_begun
 
@@ -307,7 +319,10 @@ class Loads:
         self.num_kv_tokens[slot] += num_tokens
 
     def begin_decode(self, slot: int, num_tokens: int) -> None:
-        """Record that a prefill has ended. The request waits at the double check if other requests do."""
+        """Record that a prefill has ended.
+
+        If other requests wait at the double check, this request is assumed to wait there too.
+        """
         self.num_decoding[slot] += 1
         self.num_decoding_tokens[slot] += num_tokens
         self.num_awaiting_turn[slot] += self.num_awaiting_turn.item(slot) > 0
@@ -315,7 +330,7 @@ class Loads:
     def end_decode(self, slot: int, num_tokens: int, *, has_begun: bool) -> None:
         """Undo `assign_decode`, and `begin_decode` if decode has begun.
 
-        In the latter case one of the requests that wait at the double check is assumed to join the batch.
+        If decode has begun, one of the requests that wait at the double check is assumed to join the batch.
         """
         self.num_assigned[slot] -= 1
         self.batch_size[slot] -= 1
@@ -328,13 +343,15 @@ class Loads:
     def set_awaiting_turn(self, slot: int, num_awaiting_turn: int) -> None:
         """Set the number of requests that wait at the double check, from a heartbeat.
 
-        Requests placed after the heartbeat may not be in it.
+        The number is limited to that of the assigned requests whose prefill has ended.
         """
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 
     def share_in_batches(self, slots: Floats) -> float:
-        """Return the share of the decoding requests at these slots (weights 0 and 1) that are in a batch,
-        from 0 to 1."""
+        """Return the share, from 0 to 1, of decoding requests that are in a batch, over these slots.
+
+        `slots` has a weight for each slot: 1 to count the slot, 0 otherwise.
+        """
         num_decoding = float(self.num_decoding.dot(slots))
         num_batched = np.minimum(self.num_decoding - self.num_awaiting_turn, self.max_batch)
         return float(num_batched.dot(slots)) / num_decoding if num_decoding else 1.0

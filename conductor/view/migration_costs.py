@@ -24,8 +24,7 @@ class MigrationCost(NamedTuple):
 
 
 def num_tokens_so_far(view: ClusterView, request: Request, assignment: Assignment, now_s: float) -> int:
-    """Estimate the tokens that a running request has at `now_s`, from the iterations since its decode
-    began."""
+    """Estimate the tokens that a running request has at `now_s`, from the iterations of its decode."""
     began_iteration = assignment.stay.began_iteration
     num_iterations = (
         0 if began_iteration is None else int(view.forecast.iterations.at(now_s) - began_iteration)
@@ -43,7 +42,7 @@ def migration_cost(
         view: The view of the instances.
         request: The request, with the output that the Conductor knows of.
         assignment: The request's share of the instances' load.
-        destination: The instance to which it would move.
+        destination: The instance to which the request would move.
         now_s: The time.
     """
     slot = view.slot_of(destination.name)

@@ -9,7 +9,7 @@ from mooncake.messages.workers import STAGES, Role
 
 
 class Reuse(StrEnum):
-    """The origin of the prefix that is not computed: no prefix, the instance's own, or a fetched one."""
+    """The origin of the prefix that needs no prefill: none, the prefill instance's pool, or a fetch."""
 
     NONE = "none"
     LOCAL = "local"
@@ -17,7 +17,7 @@ class Reuse(StrEnum):
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds of a placement, kept for comparison with actual ones."""
+    """The predicted seconds of a placement, kept for comparison with actual seconds."""
 
     queue_s: float
     transfer_s: float
@@ -41,7 +41,7 @@ class Placement(NamedTuple):
     num_local_blocks: int
     """The number of the prompt's leading blocks that `prefill` holds, or will hold at the prompt's turn."""
     num_coming_blocks: int
-    """The number of blocks at the end of `num_local_blocks` that earlier prompts have yet to compute.
+    """The number of the last blocks of `num_local_blocks` that earlier prompts have yet to compute.
 
     `0 <= num_coming_blocks <= num_local_blocks`
     """
@@ -68,22 +68,24 @@ class Placement(NamedTuple):
 
     @property
     def reuse(self) -> Reuse:
-        """The origin of the prefix that is not computed."""
+        """The origin of the prefix that needs no prefill."""
         if self.source is not None:
             return Reuse.REMOTE
         return Reuse.LOCAL if self.num_local_blocks else Reuse.NONE
 
 
 def num_tokens_held(request: Request, stage: Role) -> int:
-    """Return the tokens that an instance holds in a stage: for prefill the prompt, for decode also the whole
-    output."""
+    """Return the tokens that an instance holds in a stage.
+
+    For prefill they are the prompt. For decode they are the prompt and the longest possible output.
+    """
     if stage is Role.PREFILL:
         return len(request.token_ids)
     return request.num_prompt_tokens + request.sampling.max_tokens
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
-    """Return why no pair, registered or expected back, can hold the request; None if a pair can."""
+    """Return why no pair can hold the request; None if a pair can. Pairs that are expected back count."""
     for stage in STAGES:
         largest = instances.largest(stage)
         if largest is not None and not largest.can_hold(num_tokens_held(request, stage), stage):

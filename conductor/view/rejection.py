@@ -1,7 +1,7 @@
 """Reasons for which a request is rejected, with their HTTP status. Pure values.
 
-The text for the client is here for an SLO that a prediction misses (`Rejection`). Other reasons get their
-text where they are found: in `conductor.policy`, `conductor.requests.placer`, `conductor.admission.quotas`.
+`Rejection` has the client's text for an SLO that a prediction misses. The texts of other reasons are in the
+modules that find them: `conductor.policy`, `conductor.requests.placer`, `conductor.admission.quotas`.
 """
 
 from enum import StrEnum
@@ -42,9 +42,9 @@ class Rejection(NamedTuple):
     predicted_s: float
     slo_s: float
     retry_after_s: float
-    """Seconds after which the request may fit."""
+    """Seconds after which the request may be admitted if it is sent again."""
     prompt_s: float = 0.0
-    """Predicted seconds of the prompt on an idle instance, for a TTFT SLO."""
+    """For a TTFT SLO, the predicted seconds of the prompt on an idle instance."""
     kept_s: float = 0.0
     """Seconds of the SLO that are kept free: headroom for longer prompts, or the margin of a TBT."""
 

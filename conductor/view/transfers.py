@@ -1,6 +1,7 @@
 """Predicted times of KVCache transfers between instances (Mooncake, section 6.1).
 
-    latency + (bytes in flight at the source + bytes) / bandwidth of the source + bytes on SSD / SSD bandwidth
+    time = latency + (bytes in flight at the source + bytes) / the source's bandwidth + bytes on SSD / SSD
+               bandwidth
 
 "It is determined not only by the size of the transferred data but also by the current network status,
 especially whether the sending node is under congestion." Heartbeats report the bytes in flight between any
@@ -19,13 +20,17 @@ from mooncake.messages.pools import PoolStats
 LATENCY_S = 1e-3
 """Seconds of a transfer without bytes."""
 GENERIC_BYTES_PER_S = 10e9
-"""Bytes a second assumed before the first transfer: too high rather than too low, as without fetches nothing
-is learned."""
+"""The bandwidth in bytes a second that is assumed before the first transfer.
+
+It is too high rather than too low: with a low value nothing would be fetched, and so nothing learned.
+"""
 SSD_BYTES_PER_S = 2e9
-"""Bytes a second at which blocks come from SSD to DRAM."""
+"""The assumed bandwidth in bytes a second from SSD to DRAM."""
 _RISE, _FALL = 0.3, 0.05
-"""The weights of a report of more bandwidth than before, and of a report of less: small transfers are always
-slow."""
+"""The weights with which a measured bandwidth counts: `_RISE` if it is higher than before, `_FALL` if lower.
+
+A lower one counts less, because small transfers are always slow.
+"""
 
 
 class TransferEstimator:
@@ -39,11 +44,11 @@ class TransferEstimator:
         self._bytes_per_s: dict[int, float] = {}
         """The recent bandwidth between an instance and all others, by slot, as either side reports it."""
         self._typical_bytes_per_s: float | None = None
-        """The recent bandwidth between instances, as all reports together say; None before the first."""
+        """The recent bandwidth between any two instances, from all reports; None before the first report."""
         self._reported: dict[int, dict[int, int]] = {}  # by reporter: bytes between it and other slots
 
     def reset(self, slot: int) -> None:
-        """Reset the traffic of a slot, for another instance or none. Slots are added as needed."""
+        """Reset the traffic of a slot for another instance, or for none. Slots are added as needed."""
         self._forget_report(slot)
         missing = np.zeros(max(0, slot + 1 - len(self.in_flight_bytes)))
         self.in_flight_bytes = np.append(self.in_flight_bytes, missing)
@@ -78,7 +83,7 @@ class TransferEstimator:
         self._typical_bytes_per_s = _followed(self._typical_bytes_per_s, bytes_per_s)
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
-        """Return the bytes that go before a new fetch, for each of these sources."""
+        """Return the bytes ahead of a new fetch at each of these sources."""
         return np.maximum(self.in_flight_bytes, self.ordered_bytes)[slots]
 
     def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:

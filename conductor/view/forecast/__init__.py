@@ -1,1 +1,1 @@
-"""The future work of decode instances: when decodes begin, how long they last, sums of work by time."""
+"""The future work of decode instances: when decodes begin, how long they last, and sums of work by time."""

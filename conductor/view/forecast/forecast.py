@@ -1,4 +1,4 @@
-"""The future work of decode instances (Mooncake, section 7.4), at either of the paper's two levels.
+"""The future work of decode instances, at either of the paper's two levels (Mooncake, section 7.4).
 
 System level: "First, for a given moment t, requests that can be completed by the prefill instances at t are
 added to the uniform decoding instances. Next, requests that will be completed (i.e., their execution time
@@ -26,13 +26,13 @@ from mooncake.messages.requests import Request
 BUCKET_S = 0.1
 """Seconds of a bucket, the resolution of times."""
 _WEIGHT = 0.05
-"""The least weight of the latest decode in t_d."""
+"""The smallest weight of the latest decode in the running mean t_d."""
 _NUM_RECENT = 64
-"""Outputs of a kind that are remembered."""
+"""The number of outputs that are remembered of each kind."""
 _NUM_KINDS = 10_000
-"""Kinds of requests that are remembered."""
+"""The number of kinds of requests that are remembered."""
 _FEWEST_OF_KIND = 8
-"""Outputs of a kind below which the outputs of all kinds are used."""
+"""The number of outputs of a kind that must be known; with fewer, the outputs of all kinds are used."""
 _QUANTILE = 0.7
 """The quantile of the latest outputs that is the expected length."""
 
@@ -52,18 +52,21 @@ class Stay(NamedTuple):
 
 
 class IterationCount:
-    """The mean number of iterations that decode instances have done. A request gets one token in each."""
+    """The mean number of iterations that decode instances have done.
+
+    A request gets one token in each iteration.
+    """
 
     def __init__(self) -> None:
         self.iteration_s = 1.0
         self._num_iterations = self._at_s = 0.0
 
     def take(self, iteration_s: float, now_s: float) -> None:
-        """Set the seconds of an iteration from `now_s` on."""
+        """Set the duration of iterations to `iteration_s` seconds from `now_s` on."""
         self._num_iterations, self._at_s, self.iteration_s = self.at(now_s), now_s, iteration_s
 
     def at(self, now_s: float) -> float:
-        """Return the number of iterations until `now_s`, which is not before the last change."""
+        """Return the number of iterations until `now_s`, which must not precede the last change."""
         return self._num_iterations + (now_s - self._at_s) / self.iteration_s
 
 
@@ -77,17 +80,21 @@ class Forecast(ABC):
         """The paper's t_d: the mean seconds for which a request is decoded; infinite before the first one."""
         self._num_decoded = 0
         self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_ITERATIONS)
-        """Expected requests by the end of their prefill in seconds; decoded ones by an iteration count, at
-        which their decode began (system level) or is expected to end (request level)."""
+        """The requests, counted by time.
+
+        `_prefills` has expected requests, by the time in seconds at which their prefill ends. `_decodes` has
+        requests that are being decoded, by an iteration count. At that count their decode began (system
+        level) or is expected to end (request level).
+        """
 
     @property
     def everything(self) -> PromptTotals:
-        """All requests that are expected or being decoded now: an upper bound of the work at any time."""
+        """The work of all expected and decoded requests: an upper bound of the work at any time."""
         return self._prefills.total.plus(self._decodes.total)
 
     @property
     def last_prefill_s(self) -> float:
-        """The time at which the last expected prefill ends; minus infinity without one."""
+        """The time at which the last expected prefill ends; minus infinity if none is expected."""
         return self._prefills.latest
 
     @abstractmethod
@@ -112,12 +119,14 @@ class Forecast(ABC):
 
     @abstractmethod
     def at(self, time_s: float, now_s: float, iteration_s: float) -> PromptTotals:
-        """Return the work of all decode instances at `time_s >= now_s`, if iterations take `iteration_s`
-        seconds."""
+        """Return the work of all decode instances at `time_s >= now_s`.
+
+        Iterations are assumed to take `iteration_s` seconds.
+        """
 
 
 class SystemForecast(Forecast):
-    """The forecast that takes the lengths of the latest decodes for every request alike."""
+    """The system-level forecast: the lengths of the latest decodes are expected of every request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +152,7 @@ class SystemForecast(Forecast):
         return self._joined(time_s, now_s, iteration_s).plus(left)
 
     def _joined(self, time_s: float, now_s: float, iteration_s: float) -> PromptTotals:
-        """Return the work of requests whose prefill has ended by `time_s` and that are still being
-        decoded."""
+        """Return the work of requests that will join until `time_s` and will still be decoded then."""
         if self._lifetimes.all_last((time_s - now_s) / iteration_s):
             return self._prefills.until(time_s)
         ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill is not older
@@ -152,9 +160,9 @@ class SystemForecast(Forecast):
 
 
 class RequestForecast(Forecast):
-    """The forecast in which each request is decoded until it has its expected number of tokens.
+    """The request-level forecast: each request is decoded until it has its expected number of tokens.
 
-    A request that has more tokens than that stays until it ends: its output is longer than most.
+    A request that already has more tokens than expected stays in the forecast until it ends.
     """
 
     def __init__(self) -> None:
@@ -191,15 +199,17 @@ def forecast_of(policy: Overload) -> Forecast:
 
 
 class OutputLengths:
-    """The lengths of the latest outputs, by kind: prompts that begin with the same block."""
+    """The lengths of the latest outputs, by kind. Prompts that begin with the same block are of one kind."""
 
     def __init__(self) -> None:
         self._all: deque[int] = deque(maxlen=_NUM_RECENT)
         self._by_kind: OrderedDict[BlockKey, deque[int]] = OrderedDict()
 
     def expected(self, request: Request) -> int:
-        """Return the expected length of the request's output in tokens: the 0.7 quantile of the latest
-        outputs of its kind, at most `max_tokens`."""
+        """Return the expected length of the request's output in tokens.
+
+        The length is the 0.7 quantile of the latest outputs of its kind, and at most `max_tokens`.
+        """
         lengths = self._by_kind.get(request.block_keys[0]) if request.block_keys else None
         if lengths is None or len(lengths) < _FEWEST_OF_KIND:
             lengths = self._all
@@ -209,7 +219,7 @@ class OutputLengths:
         return min(most, sorted(lengths)[int(_QUANTILE * (len(lengths) - 1))])
 
     def learn(self, request: Request, num_output_tokens: int) -> None:
-        """Record the tokens of an output that has ended."""
+        """Record the length in tokens of an output that has ended."""
         self._all.append(num_output_tokens)
         if request.block_keys:
             kind = request.block_keys[0]

@@ -1,11 +1,12 @@
-"""The lengths of decodes: the share of requests of a given age that will still be decoded later.
+"""The lengths of decodes, and the share of requests of a given age that will still be decoded later.
 
 The paper takes one time t_d for all requests (section 7.4). Where outputs differ in length, a forecast by t_d
 removes long outputs while they are still decoded, and admits requests that do not fit beside them. Here a
-request of age a counts at a time t from now by a share: of the latest decodes that lasted for a or longer,
-those that lasted for a + t or longer. If all decodes are equally long, this is the paper's rule.
+request of age `a` counts in part at a time `t` from now. Its part is the share of decodes that lasted `a + t`
+or longer, among the latest decodes that lasted `a` or longer. If all decodes are equally long, this is the
+paper's rule.
 
-Time is counted in iterations: a growing batch makes iterations longer, but not outputs.
+Time is counted in iterations, because a growing batch makes iterations longer, but not outputs.
 
 Owns: the lengths of the latest decodes, in buckets of a timeline. Does not know: requests, the clock.
 """
@@ -19,9 +20,9 @@ from conductor.view.estimators import Floats
 BUCKET_ITERATIONS = 2.0
 """Iterations of a bucket, the resolution of lengths."""
 _NUM_RECENT = 256
-"""Decodes that are remembered."""
+"""The number of latest decodes that are remembered."""
 _MOST_LOOKS = 64
-"""The most spans ahead for which shares are cached."""
+"""The largest number of spans ahead for which shares are cached."""
 
 
 class Lifetimes:
@@ -30,9 +31,9 @@ class Lifetimes:
     def __init__(self) -> None:
         self._latest: deque[int] = deque(maxlen=_NUM_RECENT)
         self._lasted: Floats | None = None
-        """The number of decodes that lasted at least as long, by age; None if it must be counted again."""
+        """For each age, the number of decodes that lasted at least so long; None to count them again."""
         self._shares: dict[int, Floats] = {}
-        """Cached shares by span ahead, computed since the last decode was learned."""
+        """The cached results of `shares_left` by buckets ahead. The next learned decode clears them."""
 
     def learn(self, num_iterations: float) -> None:
         """Record the length of a decode that has ended, in iterations."""
@@ -41,8 +42,7 @@ class Lifetimes:
         self._shares.clear()
 
     def shares_left(self, num_iterations: float) -> Floats:
-        """Return the share of decodes that go on for at least `num_iterations` more iterations, by age in
-        buckets.
+        """Return the share of decodes that last for at least `num_iterations` more, by age in buckets.
 
         The last entry is for ages that no decode has reached: such a decode is expected to last for the mean
         length once more.

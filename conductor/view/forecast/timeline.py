@@ -14,7 +14,7 @@ _FEWEST_BUCKETS = 64
 
 
 class PromptTotals(NamedTuple):
-    """A number of requests and of the tokens of their prompts."""
+    """A number of requests, and the number of tokens in their prompts."""
 
     num_requests: float
     num_tokens: float
@@ -24,18 +24,18 @@ class PromptTotals(NamedTuple):
         return PromptTotals(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
 
     def less(self, other: "PromptTotals") -> "PromptTotals":
-        """Return these totals less the totals `other`, field by field."""
+        """Return these totals minus `other`, field by field."""
         return PromptTotals(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
 
 
 class Timeline:
-    """Requests by time in buckets, so that sums over a span are cheap."""
+    """Requests by time, in buckets, so that sums over a span are cheap."""
 
     def __init__(self, bucket: float) -> None:
         self._bucket = bucket
         self._first = 0  # bucket of index 0
         self.total = PromptTotals(0, 0)
-        """The work at all times."""
+        """The sum of all work in the timeline."""
         self._keep(np.zeros((2, _FEWEST_BUCKETS)))
 
     def _keep(self, work: Floats) -> None:
@@ -44,7 +44,7 @@ class Timeline:
         self._ones = np.ones(work.shape[1])  # the quickest way to a sum
 
     def add(self, time: float, num_tokens: int) -> int:
-        """Add a request with `num_tokens`. Returns its bucket, for `remove`."""
+        """Add a request with `num_tokens`, and return its bucket for `remove`."""
         bucket = math.floor(time / self._bucket)
         if not self.total.num_requests:
             self._first = bucket
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def latest(self) -> float:
-        """The middle of the latest request's bucket; minus infinity without any request."""
+        """The middle of the latest request's bucket; minus infinity if there is no request."""
         if not self.total.num_requests:
             return -math.inf
         (used,) = self._work[0].nonzero()
@@ -81,8 +81,10 @@ class Timeline:
         return PromptTotals(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
     def weighted(self, by_age: Floats, now: float) -> PromptTotals:
-        """Return the work until `now`, weighted by its age in buckets. The last weight is for all older
-        work."""
+        """Return the work until `now`, weighted by its age in buckets.
+
+        The last weight is for all older work too.
+        """
         newest = math.floor(now / self._bucket) - self._first
         end = max(0, min(newest + 1, self._work.shape[1]))
         start = max(0, min(newest - len(by_age) + 2, end))
