@@ -1,1 +1,1 @@
-"""The prefix index: which instances hold which KVCache blocks, as the KV events of their pools say."""
+"""The prefix index: which instances hold which KVCache blocks, according to the KV events of their pools."""

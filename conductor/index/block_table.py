@@ -1,8 +1,8 @@
 """A table from block keys to numbers, for all blocks of all pools: some tens of millions.
 
-The compiled table (`block_table.cpp`) has 23 to 46 bytes a block, and no pauses while it grows. Where there
-is no compiler a dict does the same, with about 100 bytes a block and pauses of up to a second while it grows
-by millions.
+The compiled table (`block_table.cpp`) takes 23 to 46 bytes a block, and does not pause while it grows.
+Without a compiler a dict is used. It takes about 100 bytes a block, and pauses for up to a second while it
+grows by millions.
 
 Owns: both tables. Does not know: the meaning of the numbers.
 """
@@ -21,16 +21,16 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.native import NativeCodeError, load
 
 ABSENT = 0
-"""The number of a key that is not in the table."""
+"""The number that stands for a key that is not in the table."""
 SWEPT_PLACES = 4096
-"""Entries that one call of `sweep` examines. It takes some 10 microseconds."""
+"""The number of entries that one call of `sweep` examines, in some 10 microseconds."""
 log = logging.getLogger(__name__)
 
 
 class BlockTable(Protocol):
-    """The interface of a table from block keys to numbers from 1 on.
+    """The interface of a table from block keys to numbers, which begin at 1.
 
-    Keys of another length than `KEY_BYTES` raise ValueError.
+    A key whose length is not `KEY_BYTES` raises ValueError.
     """
 
     def __len__(self) -> int: ...
@@ -39,11 +39,13 @@ class BlockTable(Protocol):
         """Return the number of each key."""
 
     def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the runs of equal numbers before the first absent key: the number of each run, and its
-        half-open end."""
+        """Return the runs of equal numbers before the first absent key.
+
+        Returns the number of each run, and its half-open end.
+        """
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
-        """Set the number of each of these distinct keys; `ABSENT` drops the key."""
+        """Set the number of each of these keys, which must differ. The number `ABSENT` drops its key."""
 
     def sweep(self, is_marked: "array[int]") -> Sequence[int]:
         """Examine the next part of the keys, and drop each key whose number is marked.
@@ -59,7 +61,7 @@ class BlockTable(Protocol):
 
 
 class NativeTable:
-    """The compiled table. Construction raises NativeCodeError where nothing can be compiled."""
+    """The compiled table. Its constructor raises NativeCodeError if nothing can be compiled here."""
 
     def __init__(self) -> None:
         self._code = _native()
@@ -67,7 +69,7 @@ class NativeTable:
         weakref.finalize(self, self._code.table_free, self._table)
         self._removed = array("i", bytes(4 * SWEPT_PLACES))
         self._numbers, self._ends = array("i"), array("i")
-        """Buffers for runs, which grow to the longest prompt so far."""
+        """Buffers for runs, as long as the longest prompt so far."""
 
     def __len__(self) -> int:
         return int(self._code.table_len(self._table))
@@ -100,7 +102,7 @@ class NativeTable:
 
 
 class DictTable:
-    """The table as a dict. The garbage collector skips the dict, as it has only bytes and ints."""
+    """The table as a dict. The garbage collector skips this dict, as it contains only bytes and ints."""
 
     def __init__(self) -> None:
         self._numbers: dict[BlockKey, int] = {}
@@ -145,7 +147,7 @@ class DictTable:
 
 
 def new_block_table() -> BlockTable:
-    """Return the compiled table, or a dict where nothing can be compiled."""
+    """Return the compiled table, or a dict if nothing can be compiled here."""
     try:
         return NativeTable()
     except NativeCodeError as error:
@@ -164,7 +166,7 @@ def _joined(keys: Sequence[BlockKey]) -> bytes:
 def _native() -> ctypes.PyDLL:
     """Return the compiled code as a library.
 
-    Calls keep the GIL, as getting it back from another thread might take milliseconds.
+    Calls keep the GIL, because taking it back from another thread could take milliseconds.
     """
     library = load(Path(__file__).with_name("block_table.cpp"))
     code = ctypes.PyDLL(library._name, handle=library._handle)

@@ -2,12 +2,12 @@
 
 Algorithm 1 "updates the cache" when it places a prompt (Mooncake, section 6.1). The prefix index learns of
 blocks only when they have been stored. Without this module a burst of prompts with one new prefix would be
-spread until then, and each instance would compute that prefix.
+spread over many instances, and each of them would compute that prefix.
 
-There is a radix tree for each priority. A node has blocks that a set of prompts have in common, behind the
-blocks of its parent. Keys are chained, so the end of two prompts' common prefix is found by bisection: an
-edge of thousands of blocks costs a dozen comparisons. Nodes refer to the prompts' own keys, and there are
-fewer than two nodes for each prompt: memory is bounded by the number of placed prompts.
+There is a radix tree for each priority. A node has blocks that several prompts have in common; they follow
+the blocks of its parent node. Keys are chained, so the end of two prompts' common prefix is found by
+bisection: an edge of thousands of blocks costs a dozen comparisons. Nodes refer to the prompts' own keys, and
+there are fewer than two nodes for each prompt: memory is bounded by the number of placed prompts.
 
 Owns: these trees. Does not know: which blocks are stored, what a placement is.
 """
@@ -20,29 +20,30 @@ from dataclasses import dataclass, field
 from mooncake.messages.blocks import BlockKey
 
 EVENT_DELAY_S = 0.5
-"""Seconds in which KV events report the blocks of a prefill that has ended; until then they count as coming.
-"""
+"""Seconds from the end of a prefill until KV events have reported its blocks. Until then they are coming."""
 
 Coming = list[tuple[int, int]]
-"""Numbers of leading blocks of a prompt, each with the bit mask of the slots that will hold at least this
-number."""
+"""Numbers of a prompt's leading blocks, each with a mask of slots.
+
+The slots of a mask will hold at least this number of blocks.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class ComingPrompt:
-    """One placed prompt, with its block keys."""
+    """One placed prompt with its block keys."""
 
     slot: int
     """The slot of the instance that computes the prompt."""
     priority: int
     keys: Sequence[BlockKey]
     is_coming: bool = True
-    """Whether the prompt is in the tree of its priority. A prompt without blocks never is."""
+    """Whether the prompt is in the tree of its priority. A prompt without blocks is never in it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A node of the radix tree: blocks `[start, end)` of all prompts that go through it.
+    """A node of the radix tree: blocks `[start, end)`, which all prompts through the node have in common.
 
     `keys` are all keys of one of these prompts.
     """
@@ -51,38 +52,38 @@ class _Node:
     start: int
     end: int
     num_prompts: Counter[int]
-    """The number of prompts that go through this node or end at its end, by slot. No number is 0."""
+    """By slot, the number of prompts that pass through this node or end in it. No entry is 0."""
     mask: int
     """The bit mask of the slots in `num_prompts`."""
     children: "dict[BlockKey, _Node]" = field(default_factory=dict)
-    """The child nodes by their first block."""
+    """The child nodes by the key of their first block."""
 
     def common_end(self, keys: Sequence[BlockKey]) -> int:
-        """Return the end of the blocks that this node and `keys` have in common, at least one block."""
+        """Return the end of the blocks that this node and `keys` have in common. They share at least one."""
         end = min(self.end, len(keys))
         if self.keys[end - 1] == keys[end - 1]:
             return end
         return bisect_left(range(end), True, lo=self.start + 1, key=lambda i: self.keys[i] != keys[i])
 
     def add(self, slot: int) -> None:
-        """Count one more prompt of a slot."""
+        """Count one more prompt of an instance, given by its slot."""
         self.num_prompts[slot] += 1
         self.mask |= 1 << slot
 
     def remove(self, slot: int) -> None:
-        """Count one prompt less of a slot."""
+        """Stop counting one prompt of an instance, given by its slot."""
         self.num_prompts[slot] -= 1
         if not self.num_prompts[slot]:
             del self.num_prompts[slot]
             self.mask ^= 1 << slot
 
     def split(self, end: int) -> None:
-        """Split the node at block `end`: the blocks behind `end` get a node of their own, as its child."""
+        """Split the node at block `end`: the blocks from `end` on move to a new child node."""
         rest = _Node(self.keys, end, self.end, self.num_prompts.copy(), self.mask, self.children)
         self.end, self.children = end, {self.keys[end]: rest}
 
     def join(self) -> None:
-        """Merge the node with an only child if no prompt ends between them."""
+        """Merge the node with its only child if no prompt ends between the two."""
         if len(self.children) == 1:
             (child,) = self.children.values()
             if child.num_prompts == self.num_prompts:
@@ -94,7 +95,7 @@ class ComingPrefixes:
 
     def __init__(self) -> None:
         self._roots: dict[int, dict[BlockKey, _Node]] = {}
-        """The first nodes by priority and first block."""
+        """The first nodes, by priority and by the key of their first block."""
         self._coming: dict[int, set[ComingPrompt]] = {}
         """The prompts by slot."""
         self._ended: deque[tuple[float, ComingPrompt]] = deque()
@@ -120,8 +121,7 @@ class ComingPrefixes:
         return prompt
 
     def remove(self, prompt: ComingPrompt) -> None:
-        """Remove a prompt that will not be computed on its instance, or whose blocks are stored.
-        Idempotent."""
+        """Remove a prompt whose blocks are stored, or that its instance will not compute. Idempotent."""
         if not prompt.is_coming:
             return
         prompt.is_coming = False
@@ -141,20 +141,21 @@ class ComingPrefixes:
             del self._roots[prompt.priority]
 
     def stored(self, prompt: ComingPrompt, now_s: float) -> None:
-        """Record that a prompt's prefill has ended. The prompt is removed `EVENT_DELAY_S` later, when KV
-        events have reported its blocks."""
+        """Record that a prompt's prefill has ended.
+
+        The prompt is removed `EVENT_DELAY_S` later, when KV events have reported its blocks.
+        """
         self._ended.append((now_s + EVENT_DELAY_S, prompt))
 
     def forget(self, slot: int) -> None:
-        """Remove the prompts of an instance that is gone."""
+        """Remove the prompts of an instance that has left its slot."""
         for prompt in list(self._coming.get(slot, ())):
             self.remove(prompt)
 
     def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
         """Return the leading blocks of a prompt that are coming, with the slots that will hold them.
 
-        Only prompts that are computed before this one count. The prompt itself computes a prefix that it
-        shares only with prompts of a higher priority number.
+        Only prompts with the same or a lower priority number count, as they are computed before this prompt.
         """
         while self._ended and self._ended[0][0] <= now_s:
             self.remove(self._ended.popleft()[1])

@@ -1,10 +1,10 @@
-"""One messenger's KV events in order: takes messages, and returns events to apply and questions to ask.
+"""One messenger's KV events: messages go in, ordered events and questions to the messenger come out.
 
     no snapshot ──> its parts ──> live batches, in order, each once ──(gap)──> replay ──> live
          ^───────────────── the replay is gone, or another incarnation ────────────┘
 
 A question without an answer is asked again. A messenger that has been quiet for a while is asked whether its
-last batch got lost. A limited number of early batches wait for the batches before them.
+last batch got lost. A batch that comes too early waits for the batches before it, up to a limit.
 
 Owns: sequence numbers, incarnations, deadlines. Does not know: sockets, the clock, the meaning of events.
 """
@@ -28,20 +28,20 @@ from mooncake.messages.kv_events import (
 ANSWER_TIMEOUT_S = 5.0
 """Seconds after which a question whose answer makes no progress is asked again."""
 QUIET_S = 3.0
-"""Seconds without a batch after which a messenger is asked whether a batch got lost."""
+"""Seconds without a batch after which a messenger is asked whether its last batch got lost."""
 MAX_EARLY_BATCHES = 100
-"""Batches that may wait for earlier batches: as many as come in a second. Further batches are replayed."""
+"""The most batches that wait for earlier batches: as many as come in a second. Further ones are replayed."""
 
 
 class Step(NamedTuple):
-    """Events to apply in order, and a question to send after that, if there is one."""
+    """Events to apply in order, and a question to send afterwards; None for no question."""
 
     events: list[KVEvent]
     ask: ToKVEvents | None = None
 
 
 class EventStream:
-    """The stream of KV events of the messenger `instance`, from its incarnation `incarnation` on.
+    """The stream of KV events of the messenger `instance`, beginning with its life `incarnation`.
 
     The first tick asks for a snapshot.
     """
@@ -50,38 +50,40 @@ class EventStream:
         self.instance = instance
         self.incarnation = incarnation
         self.num_batches = 0
-        """Batches that have been applied."""
+        """The number of batches that have been applied."""
         self.num_gaps = 0
         self.num_snapshots = 0
-        """Snapshots that have been applied completely."""
+        """The number of snapshots that have been applied completely."""
         self._next_sequence: int | None = None
-        """The number of the next batch to apply; None before there is a snapshot to apply it to."""
+        """The number of the next batch to apply; None until a snapshot has been applied."""
         self._early: dict[int, list[KVEvent]] = {}
-        """Batches that wait for earlier ones, by number; all numbers are greater than `_next_sequence`."""
+        """Batches that wait for earlier batches, by number. All numbers are greater than `_next_sequence`."""
         self._snapshot_sequence: int | None = None
         """The sequence number of the snapshot whose parts are arriving; None between snapshots."""
         self._asked: ToKVEvents | None = None
-        """The question that is not fully answered; None without one."""
+        """The question whose answer is not complete; None if no question is open."""
         self.progress_s = 0.0
         """The time of the last question, part of an answer, or batch in order."""
 
     @property
     def is_current(self) -> bool:
-        """Whether a snapshot, and every known batch, has been applied."""
+        """Whether a snapshot and all known batches have been applied."""
         return self._next_sequence is not None and not self._early
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether no snapshot has been applied completely."""
+        """Whether a complete snapshot must be applied before batches can be."""
         return self._next_sequence is None
 
     def is_loading(self, now_s: float) -> bool:
-        """Return whether a snapshot was asked for and is still awaited: the question or the latest part of
-        the answer is younger than `ANSWER_TIMEOUT_S`."""
+        """Return whether a snapshot was asked for and may still come.
+
+        It may, while the question or the latest part of the answer is younger than `ANSWER_TIMEOUT_S`.
+        """
         return isinstance(self._asked, GetSnapshot) and now_s - self.progress_s < ANSWER_TIMEOUT_S
 
     def tick(self, now_s: float) -> Step:
-        """Return the question to send, if one is due at `now_s`, with no events."""
+        """Return the question to send, if one is due at `now_s`. The step has no events."""
         silence_s = now_s - self.progress_s
         if self._next_sequence is None:
             is_due = self._asked is None or silence_s >= ANSWER_TIMEOUT_S

@@ -1,10 +1,8 @@
-"""Interned sets of a block's holders: the shards that have it, by tier, and the instances that have it in all
-their shards.
+"""Sets of holders: the shards that have a block, by tier. Blocks with the same holders share one set.
 
-Blocks with the same holders share one set, named by a small number. So a block costs its key and this number,
-however many instances there are. A set is a bit mask with three bits for each shard: DRAM, SSD, and the
-engine's own prefix cache. An instance of several shards (pipeline stages, ranks) holds a block only when all
-its shards do.
+A set has a small number. So a block costs its key and this number, however many instances there are. A set is
+a bit mask with three bits for each shard: DRAM, SSD, and the engine's own prefix cache. An instance of
+several shards (pipeline stages, ranks) holds a block only if all its shards do.
 
 Owns: sets, their numbers, how many blocks use each. Does not know: keys.
 """
@@ -26,13 +24,13 @@ NUM_BITS = len(_BITS)
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """A shard of an instance: what one messenger's pool holds.
+    """A shard of an instance: the blocks in one messenger's pool.
 
-    In each set its bits are `NUM_BITS * number` and the next two: DRAM, SSD, device.
+    The shard has the bits `NUM_BITS * number` (DRAM) and the next two (SSD, device) of each set.
     """
 
     slot: int
-    """The slot of the instance."""
+    """The slot of the shard's instance."""
     number: int
     instance_bits: int
     """The DRAM bits of all shards of the instance."""
@@ -44,30 +42,28 @@ class Shard:
 
 
 class HolderSets:
-    """Sets of holders by number. A set lives as long as blocks use it."""
+    """All sets of holders, by number. A set lives as long as blocks use it."""
 
     def __init__(self) -> None:
         self.holding = [0]
-        """Masks of slots by set: the instances that hold the blocks of the set in DRAM or on SSD."""
+        """By set, the mask of the slots whose instances hold the set's blocks in DRAM or on SSD."""
         self.in_dram = [0]
-        """Masks of slots by set: the instances that hold the blocks of the set in DRAM."""
+        """By set, the mask of the slots whose instances hold the set's blocks in DRAM."""
         self.on_device = [0]
-        """Masks of slots by set: the instances whose engines hold the blocks of the set in their prefix
-        caches."""
+        """By set, the mask of the slots whose engines hold the set's blocks in their own prefix caches."""
         self.num_device_blocks = 0
         """The number of blocks in engines' prefix caches. A block counts once for each shard that has it."""
         self._held = [0]
         self._num_blocks = [0]
         self._numbers = {0: EMPTY}
-        """The number of each set by its bit mask. Of sets that `clear` has made equal only one is here."""
+        """The number of each set by its bit mask. If `clear` made sets equal, only one of them is here."""
         self._free: list[int] = []
         self._num_empty = 0
         self.is_empty = array("B", [False])
-        """Flags by number of a set: whether the set has lost all holders while blocks use it. The flag of
-        `EMPTY` is not set."""
+        """By set, whether it has lost all holders while blocks still use it. False for `EMPTY`."""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
-        """Record that `shard` has stored or removed `num_blocks` blocks of the set `before`.
+        """Record that `shard` has stored or removed `num_blocks` blocks with the holders `before`.
 
         Returns the number of the set that these blocks use now.
         """
@@ -89,7 +85,7 @@ class HolderSets:
         return after
 
     def clear(self, shard: Shard) -> None:
-        """Remove a shard from all sets. The cost grows with the number of sets, not of blocks."""
+        """Remove a shard from all sets. The cost grows with the number of sets, not with that of blocks."""
         if not any(shard.num_blocks.values()):
             return
         self.num_device_blocks -= shard.num_blocks[Tier.DEVICE]
@@ -112,12 +108,12 @@ class HolderSets:
 
     @property
     def has_empty(self) -> bool:
-        """Whether any set besides `EMPTY` has lost all holders."""
+        """Whether blocks still use a set that has lost all holders."""
         return self._num_empty > 0
 
     @property
     def num_unheld_blocks(self) -> int:
-        """Blocks whose set has lost all holders."""
+        """The number of blocks whose set has lost all holders."""
         return sum(itertools.compress(self._num_blocks, self.is_empty))
 
     def release(self, numbers: Iterable[int]) -> None:
@@ -135,9 +131,9 @@ class HolderSets:
             self._free.append(number)
 
     def _new(self, held: int, before: int, shard: Shard) -> int:
-        """Make the set with the bit mask `held`, which differs in one bit of `shard` from the set `before`.
+        """Make the set with the bit mask `held`, and return its number.
 
-        Returns its number.
+        The mask differs from the set `before` in one bit of `shard`.
         """
         wanted, slot_bit = shard.instance_bits, 1 << shard.slot
         in_dram, on_ssd, on_device = held, held >> 1, held >> 2

@@ -1,9 +1,9 @@
 """The prefix index: which instances hold the leading blocks of a prompt, and in which tier.
 
-The KV events of every pool feed it. Keys are chained: a prompt's blocks are looked up once for all instances,
-and the set of instances that hold all blocks so far can only shrink from block to block (Mooncake, section
-6.1, Algorithm 1: `prefix_len`). Late or wrong events only cost a hit, as an instance that is asked for a
-block looks for it itself.
+The index follows the KV events of every pool. Keys are chained: a prompt's blocks are looked up once for all
+instances, and the set of instances that hold all blocks so far can only shrink from block to block (Mooncake,
+section 6.1, Algorithm 1: `prefix_len`). A late or wrong event costs a hit, and nothing else: an instance that
+is asked for a block looks for the block itself.
 
 Owns: keys and their holders, the slots of the instances. Does not know: where events come from, placement.
 """
@@ -24,19 +24,21 @@ from mooncake.messages.pools import Tier
 
 
 class PrefixMatch(NamedTuple):
-    """The numbers of a prompt's leading blocks that instances hold: depths, each with a mask of slots.
+    """For a prompt, the number of its leading blocks that each instance holds, as depths with masks of slots.
 
-    Of each slot `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`; a free slot has 0 blocks.
+    For each slot `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`; a free slot has 0 blocks.
     """
 
     num_slots: int
     depths: list[int]
-    """Numbers of leading blocks, in any tier, in rising order."""
+    """Different numbers of leading blocks, in any tier, in rising order."""
     masks: list[int]
-    """Masks of the slots that hold exactly so many leading blocks, one for each depth. Each slot is in one
-    mask."""
+    """For each depth, the mask of the slots that hold exactly this number of leading blocks.
+
+    Each slot is in one mask.
+    """
     on_ssd: list[tuple[int, int]]
-    """Numbers of consecutive blocks, each with the mask of the slots that hold these blocks on SSD only."""
+    """Lengths of runs of blocks, each with the mask of the slots that hold these blocks on SSD only."""
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
         """Return the masks as a bool matrix `[len(masks), num_slots]`."""
@@ -46,14 +48,14 @@ class PrefixMatch(NamedTuple):
         return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little").view(np.bool_)
 
     def with_coming(self, coming: Sequence[tuple[int, int]]) -> "PrefixMatch":
-        """Return the match as it will be when the blocks that are coming have been stored.
+        """Return the match as it will be when the coming blocks have been stored.
 
         Args:
             coming: Numbers of leading blocks, each with the mask of the slots that will hold at least this
                 number.
 
         Returns:
-            The match; this very object if no slot gains a block.
+            The new match, or this object itself if no slot gains a block.
         """
         held = list(zip(self.depths, self.masks, strict=True))
         gaining = 0
@@ -85,20 +87,17 @@ class PrefixMatch(NamedTuple):
 
     @property
     def num_blocks(self) -> NDArray[np.int32]:
-        """The number of the prompt's leading blocks that each instance holds, in any tier: int32
-        `[num_slots]`."""
+        """The number of leading blocks that each instance holds in any tier, as int32 `[num_slots]`."""
         return self._sums(self.depths, self.masks)
 
     @property
     def num_ssd_blocks(self) -> NDArray[np.int32]:
-        """The number of the prompt's leading blocks that each instance must read from SSD: int32
-        `[num_slots]`."""
+        """The number of leading blocks that each instance must read from SSD, as int32 `[num_slots]`."""
         return self._sums([number for number, _ in self.on_ssd], [mask for _, mask in self.on_ssd])
 
     @property
     def num_dram_blocks(self) -> NDArray[np.int32]:
-        """The number of the prompt's leading blocks that each instance need not read from SSD: int32
-        `[num_slots]`."""
+        """The number of leading blocks that each instance has without SSD reads, as int32 `[num_slots]`."""
         return self.num_blocks - self.num_ssd_blocks
 
     @property
@@ -107,30 +106,30 @@ class PrefixMatch(NamedTuple):
         return self.depths[-1]
 
     def _sums(self, numbers: Sequence[int], masks: Sequence[int]) -> NDArray[np.int32]:
-        """Return, for each slot, the sum of the numbers whose masks have the slot: int32 `[num_slots]`."""
+        """Return for each slot the sum of the numbers whose masks contain it, as int32 `[num_slots]`."""
         sums: NDArray[np.int32] = np.array(numbers, np.int32).dot(self.rows_of(masks))
         return sums
 
 
 def packed(masks: Sequence[int], num_slots: int) -> bytes:
-    """Return masks as packed rows of whole bytes. Slot 0 is the lowest bit of a row's first byte."""
+    """Return masks as rows of whole bytes. Slot 0 is the lowest bit of a row's first byte."""
     num_bytes = -(-num_slots // 8)
     return b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
 
 
 class PrefixIndex:
-    """All blocks of all instances. A slot is the small number by which an instance is indexed in arrays."""
+    """All blocks of all instances. A slot is the small number that stands for an instance in arrays."""
 
     def __init__(self) -> None:
         self._table = new_block_table()
-        """The number of each key's set of holders."""
+        """For each key, the number of its set of holders."""
         self._slots: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shards_of: dict[str, tuple[str, ...]] = {}
         self._free_slots: list[int] = []
         self._free_numbers: list[int] = []
         self._num_shards = 0
-        """The largest number of shards that were registered at the same time."""
+        """The largest number of shards that were ever registered at the same time."""
         self._sets = HolderSets()
 
     # -- instances ----------------------------------------------------------------------------------
@@ -147,12 +146,12 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """The number of different blocks that some instance holds."""
+        """The number of different blocks that at least one instance holds."""
         return len(self._table) - self.num_stale_blocks
 
     @property
     def num_stale_blocks(self) -> int:
-        """The number of keys whose last holder was removed. Later events drop them little by little."""
+        """The number of keys whose last holder was removed. Each later event drops some of them."""
         return self._sets.num_unheld_blocks
 
     def num_held(self, name: str) -> Mapping[Tier, int]:
@@ -163,11 +162,11 @@ class PrefixIndex:
         """Add an instance.
 
         Args:
-            name: Its name.
-            shards: The names under which its shards publish events; by default its own name.
+            name: The name of the instance.
+            shards: The names under which its shards publish events; by default the instance's name.
 
         Returns:
-            Its slot.
+            The slot of the instance.
 
         Raises:
             ValueError: One of the names is taken.
@@ -205,7 +204,7 @@ class PrefixIndex:
     def apply(self, name: str, events: Sequence[KVEvent]) -> None:
         """Apply the events of the pool that publishes as `name`, oldest first.
 
-        Events of unknown pools, and malformed keys, are ignored.
+        Events of unknown pools are ignored, and so are malformed keys.
         """
         shard = self._shards.get(name)
         if shard is None:
@@ -238,21 +237,24 @@ class PrefixIndex:
         return self._match(keys, 0)
 
     def match_own(self, keys: Sequence[BlockKey], held: PrefixMatch) -> PrefixMatch:
-        """Return how many of a prompt's leading blocks each instance need not compute: those in its pool, or
-        those in its engine's prefix cache if they are more.
+        """Return how many of a prompt's leading blocks each instance need not compute.
+
+        These are the blocks in its pool, or those in its engine's prefix cache if they are more.
 
         Args:
             keys: The prompt's block keys.
             held: The result of `match` for these keys.
 
         Returns:
-            The match; `held` itself while no engine reports a prefix cache.
+            The match. It is `held` itself while no engine reports a prefix cache.
         """
         return self._match(keys, (1 << self.num_slots) - 1) if self._sets.num_device_blocks else held
 
     def _match(self, keys: Sequence[BlockKey], cached: int) -> PrefixMatch:
-        """Return the match of a prompt with the pools, and with the prefix caches of the engines in the slots
-        of the mask `cached`."""
+        """Return the match of a prompt with the pools, and with the prefix caches of some engines.
+
+        `cached` is the mask of the slots whose engines' prefix caches count.
+        """
         holding, in_dram, on_device = self._sets.holding, self._sets.in_dram, self._sets.on_device
         num_slots, start = self.num_slots, 0
         pooled = mask = (1 << num_slots) - 1
