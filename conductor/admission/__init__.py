@@ -1,1 +1,1 @@
-"""Early rejection by predicted SLOs, and the quotas of tenants: which requests are not accepted."""
+"""The decisions which requests are not accepted: early rejection by predicted SLOs, and quotas of tenants."""

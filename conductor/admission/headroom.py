@@ -1,11 +1,11 @@
-"""Headroom: queue time that is kept free for longer prompts, which would else be the only ones rejected.
+"""Headroom: queue time that is kept free for longer prompts. Without it only long prompts are rejected.
 
-A queue that is too long for a long prompt still has room for short ones. These come more often and take each
-second that becomes free. So if each request is checked by itself, long prompts are rejected first, and in the
-end no long prompt is accepted. Here a prompt that arrives after a longer one was rejected is checked as if it
-took as long as the longer one. All prompts then find the queue too long at the same queue length, and prompts
-of all lengths are rejected in proportion. No device does less work: the queue is shorter, but never empty
-while there are too many requests.
+A queue that is too long for a long prompt still has room for short prompts. Short prompts come more often and
+take each second that becomes free. So if each request were checked by itself, in the end no long prompt would
+be accepted. Here a prompt that arrives after a longer one was rejected is checked as if it took as long as
+the longer one. All prompts then find the queue too long at the same queue length, and prompts of all lengths
+are rejected in proportion. No device does less work: the queue is shorter, but never empty while there are
+too many requests.
 
 Owns: the prompts that were rejected lately. Does not know: queues, the meaning of SLOs, the clock.
 """
@@ -16,14 +16,16 @@ from typing import NamedTuple
 MEMORY_S = 60.0
 """Seconds for which a rejected prompt keeps headroom."""
 MAX_SHARE = 0.75
-"""The largest part of a TTFT SLO that is kept free. A prompt that needs more would only fit if devices ran
-out of work, so nothing is kept for it."""
+"""The largest part of a TTFT SLO that is kept free.
+
+A prompt that needs more would only fit if devices ran out of work, so nothing is kept for it.
+"""
 _NUM_TERMS = 1000
-"""Kinds of terms that are remembered: they come from requests, so their number needs a bound."""
+"""The largest number of different terms that are remembered. It is bounded, as terms come from requests."""
 
 
 class Terms(NamedTuple):
-    """The tenant, priority and TTFT SLO of a request. Headroom is kept only for requests on equal terms."""
+    """The tenant, priority and TTFT SLO of a request. Headroom is kept only for requests with equal terms."""
 
     tenant: str
     priority: int
@@ -36,15 +38,14 @@ class _Rejected(NamedTuple):
 
 
 class Headroom:
-    """The longest of the prompts that were rejected lately, by terms."""
+    """The longest prompts that were rejected lately, by terms."""
 
     def __init__(self) -> None:
         self._rejected: OrderedDict[Terms, deque[_Rejected]] = OrderedDict()
-        """Rejected prompts in order of time; each has a longer prefill than all later prompts."""
+        """The rejected prompts, oldest first. Each has a longer prefill than all prompts after it."""
 
     def rejected(self, terms: Terms, prefill_s: float, now_s: float) -> None:
-        """Record at time `now_s` that a prompt with a predicted prefill of `prefill_s` seconds was
-        rejected."""
+        """Record that a prompt with a predicted prefill of `prefill_s` seconds was rejected at `now_s`."""
         if prefill_s > MAX_SHARE * terms.ttft_slo_s:
             return
         rejected = self._rejected.setdefault(terms, deque())
@@ -56,14 +57,13 @@ class Headroom:
         rejected.append(_Rejected(now_s, prefill_s))
 
     def kept_s(self, terms: Terms, prefill_s: float, factor: float, came_s: float, now_s: float) -> float:
-        """Return the seconds of its TTFT SLO that a prompt must leave free, beside its own time.
+        """Return the seconds of the TTFT SLO that a prompt must leave free, in addition to its own time.
 
         Args:
             terms: The terms of the prompt.
-            prefill_s: The time of its prefill, times `factor`.
+            prefill_s: The predicted seconds of its prefill, times `factor`.
             factor: The factor by which predictions are corrected now.
-            came_s: The time at which the prompt arrived. It leaves nothing free for prompts that were
-                rejected later.
+            came_s: The time at which the prompt arrived. Prompts that were rejected later do not count.
             now_s: The time.
         """
         rejected = self._rejected.get(terms)

@@ -1,11 +1,11 @@
-"""Early rejection of requests that would miss an SLO, or make others miss it (Mooncake, section 7).
+"""Early rejection of requests that would miss an SLO, or make other requests miss it (Mooncake, section 7).
 
-    baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
-    early_rejection  the greater load of both pools, at arrival (7.2)
-    prediction       early_rejection with decode's load when accepted prefills will have ended (7.4, system)
-    request_prediction      prediction by each request's expected output length (7.4, request)
+    baseline            each stage alone: prefill at arrival, decode when prefill has ended (7.1)
+    early_rejection     both stages at arrival: the greater load decides (7.2)
+    prediction          early_rejection, with the decode load at the end of accepted prefills (7.4, system)
+    request_prediction  prediction, with each request's expected output length (7.4, request)
 
-A load is a prediction in relation to the SLO. A request without an SLO is not rejected by it. Prompts of
+A load is a predicted time in relation to its SLO. A request without an SLO is not rejected for it. Prompts of
 different lengths are rejected in proportion (`conductor.admission.headroom`).
 
 Owns: the rules. Does not know: how a pair is chosen, messages.
@@ -30,30 +30,31 @@ from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.requests import Request
 
 PROBE_AFTER_S = 5.0
-"""Seconds after which the TTFT of a prompt is not checked on an idle instance, so that the prompt is a probe.
+"""Seconds after which an idle instance gets a probe: a prompt whose predicted TTFT is not checked.
 
-They count from the last prefill there whose duration was compared with its prediction. Without probes,
+The seconds count from the last prefill there whose duration was compared with its prediction. Without probes,
 predictions that reject all requests would never be corrected.
 """
 _IDLE_S = 1e-6
-"""Seconds up to which a queue counts as empty: rounding may leave that much of prompts that have ended."""
+"""The seconds up to which a queue counts as empty, as rounding can leave a rest of ended prompts."""
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
-"""Standard deviations by which one decode instance is assumed to have more requests left than the mean."""
+"""The standard deviations by which one decode instance is assumed to have more requests left than the mean.
+"""
 
 
 class Freed(NamedTuple):
-    """The work that instances are spared if requests are preempted."""
+    """The work that preempting some requests would spare the instances."""
 
     prefill_s: float
-    """Prefill seconds of preempted requests that would have gone before the preempting request's prompt."""
+    """Prefill seconds of preempted requests ahead of the preempting request's prompt."""
     work: PromptTotals
-    """Preempted requests that would have been decoded."""
+    """The decode work of the preempted requests."""
 
     def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
         """Return this work plus the work of one more assignment.
 
-        `is_ahead`: whether its prefill goes before the prefill of the preempting request.
+        `is_ahead`: whether that assignment's prefill goes before the prefill of the preempting request.
         """
         num_requests, num_tokens = self.work
         return Freed(
@@ -81,25 +82,25 @@ class Admission:
         now_s: float,
         freed: Freed = NOTHING,
     ) -> Rejection | None:
-        """Check a request before anything is done for it: Algorithm 1, line 25.
+        """Check a request before any work is done for it (Algorithm 1, line 25).
 
         Args:
             request: The request.
-            placement: The pair that it would get.
+            placement: The pair that the request would get.
             slos: The limits of the request.
-            waited_s: The seconds since its arrival.
+            waited_s: The seconds since the request's arrival.
             now_s: The time.
-            freed: The work of requests that would be preempted for it.
+            freed: The work of requests that would be preempted for this request.
 
         Returns:
-            Why it is rejected; None if it meets its SLOs.
+            The rejection; None if the request is expected to meet its SLOs.
         """
         prediction, num_tokens = placement.prediction, len(request.token_ids)
         queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
         prompt_s = prediction.transfer_s + prediction.prefill_s + prediction.beside_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
             factor = self._view.ttft_correction(placement).factor(slos.ttft_s, now_s)
-            # No longer than that: devices would have to run out of work for the prompt.
+            # A prompt that took longer would only fit if devices ran out of work.
             slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
             first_token_s = waited_s + factor * queue_s + slow_prompt_s
             terms, came_s = Terms(request.tenant, request.priority, slos.ttft_s), now_s - waited_s
@@ -124,10 +125,10 @@ class Admission:
         return self._check_mean_tbt(tbt_s, slos.tbt_s, now_s)
 
     def check_wait(self, slos: SLOs, waited_s: float) -> Rejection | None:
-        """Check a request for which no pair has room, so that there is no prediction.
+        """Check a request that has no predictions, as no pair has room for it.
 
         Returns:
-            Why it is rejected; None unless it has waited for longer than its TTFT SLO allows.
+            The rejection if the request has waited for longer than its TTFT SLO allows; else None.
         """
         if slos.ttft_s is None or waited_s <= slos.ttft_s:
             return None
@@ -140,8 +141,7 @@ class Admission:
             self._headroom.rejected(terms, rejection.prompt_s, now_s)
 
     def learn_refusal(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
-        """Record that a decode instance has refused a request after prefill, as a token would take `tbt_s`
-        seconds."""
+        """Record that a decode instance refused a request after prefill, as it predicts a TBT of `tbt_s`."""
         slot = self._view.slot_of(decode.name)
         assert slot is not None
         predicted_s = self._view.decode_refused(slot, batch_size, tbt_s)
@@ -155,9 +155,9 @@ class Admission:
 
         Args:
             decode: The instance.
-            batch_size: The number of its requests, waiting ones included.
+            batch_size: The number of the instance's requests, including waiting ones.
             tbt_s: The predicted TBT in seconds.
-            tbt_slo_s: The strictest TBT SLO of all placed requests in seconds; None without any.
+            tbt_slo_s: The strictest TBT SLO of all placed requests in seconds; None if no request has one.
             now_s: The time.
         """
         slot = self._view.slot_of(decode.name)
@@ -165,13 +165,15 @@ class Admission:
         constant_s = self._view.decode_costs.constant_s.item(slot)
         if tbt_slo_s is None or tbt_s - constant_s < NEAR_TBT_SLO * (tbt_slo_s - constant_s):
             return
-        if self._view.loads.batch_size[slot]:  # else it has yet to receive that these requests were aborted
+        if self._view.loads.batch_size[slot]:  # else all its requests were aborted after this heartbeat
             predicted_s = self._view.assigned_tbt_s(slot, batch_size)
             self._view.tbt_correction.learn(predicted_s, tbt_s, constant_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
-        """Return why a request whose prefill has ended is rejected; None if it is not (section 7.1,
-        `baseline` only)."""
+        """Return why a request whose prefill has ended is rejected; None if it is accepted.
+
+        Only the policy `baseline` rejects at this point (section 7.1).
+        """
         if self._policy is not Overload.BASELINE:
             return None
         loads, costs = self._view.loads, self._view.decode_costs
@@ -192,7 +194,7 @@ class Admission:
         return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
 
     def _check_mean_tbt(self, tbt_s: float | None, tbt_slo_s: float, now_s: float) -> Rejection | None:
-        """Return why the corrected TBT of a mean decode instance misses the SLO; None if it does not."""
+        """Return why the corrected TBT of a mean decode instance misses the SLO; None if it meets the SLO."""
         if tbt_s is None:
             return None
         pool = self._view.decode_pool()
@@ -203,7 +205,7 @@ class Admission:
         )
 
     def _check_tbt(self, tbt_s: float, constant_s: float, tbt_slo_s: float | None) -> Rejection | None:
-        """Return why a predicted TBT plus its margin misses the SLO; None if it does not.
+        """Return why a predicted TBT plus its margin misses the SLO; None if it meets the SLO.
 
         `constant_s` is the part of the prediction to which no request adds.
         """
@@ -215,13 +217,15 @@ class Admission:
         return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s, kept_s=kept_s)
 
     def _decode_s(self) -> float:
-        """Return the mean seconds after which the requests that are being decoded now have ended."""
+        """Return the mean seconds until the requests that are being decoded now have ended."""
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
     def _tbt_now_s(self, num_tokens: int) -> float | None:
-        """Return the least TBT in seconds of a decode instance with one more request; None if an instance is
-        idle."""
+        """Return the smallest TBT in seconds of a decode instance that gets one more request.
+
+        None if an instance is idle.
+        """
         loads = self._view.loads
         (slots,) = loads.is_decode.nonzero()
         if not loads.num_decoding[slots].all():
@@ -234,20 +238,18 @@ class Admission:
         )
 
     def _next_iteration_s(self) -> float:
-        """Return the mean predicted seconds of an iteration of the decode instances, each with one more
-        request."""
+        """Return the mean predicted seconds of a decode iteration if each instance had one more request."""
         pool = self._view.decode_pool()
         assert pool is not None
         return float(self._view.next_iteration_s.dot(pool.members)) / pool.num_instances
 
     def _shortest_queue_s(self, priority: int, now_s: float) -> float:
-        """Return the seconds until some instance has computed all its prompts that go before a prompt
-        of `priority`.
+        """Return the seconds until the first instance has computed all prompts ahead of one of `priority`.
 
-        No request that has yet to arrive is decoded before this time, so a forecast for this time lacks no
-        request. This time is the horizon of all prompts. A horizon at the end of a prompt's own prefill would
-        let long prompts in: the forecast lacks the requests that arrive until then, and short prompts would
-        be rejected beside them.
+        This time is the horizon of all prompts' forecasts. No request that arrives later is decoded before
+        it, so the forecast for it lacks no request. With a horizon at the end of its own prefill a long
+        prompt would get in while short prompts are rejected: the forecast would lack the requests that arrive
+        until then.
         """
         loads = self._view.loads
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())
@@ -255,8 +257,10 @@ class Admission:
     def _tbt_then_s(
         self, known_until_s: float, freed: PromptTotals, num_tokens: int, now_s: float
     ) -> float | None:
-        """Predict the greater TBT in seconds of two moments: the horizon `known_until_s`, and the end of the
-        last accepted prefill if that is later, at most a mean decode after the horizon.
+        """Predict the TBT in seconds at two moments, and return the greater one.
+
+        The moments are the horizon `known_until_s` and the end of the last accepted prefill, if that is
+        later. The second moment is at most a mean decode after the horizon.
 
         None if some instance decodes nothing at either moment.
         """
@@ -272,12 +276,7 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: PromptTotals, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """Predict the TBT in seconds with this work and one more request, spread evenly over decode
-        instances.
-
-        None if the work leaves some instance idle. The `num_absent` requests that have ended by then, or come
-        later, are random ones of all, so one instance keeps more requests than the others by chance.
-        """
+        """Predict the TBT in seconds if this work and one more request are spread evenly over instances."""
         pool = self._view.decode_pool()
         assert pool is not None
         num_left, num_instances = work.num_requests, pool.num_instances

@@ -1,9 +1,9 @@
 """Quotas of tenants in the whole cluster: tokens a minute, and choices that run at the same time.
 
-Fronts know the limits of API keys and what runs at themselves; the Conductor adds what all fronts use. A
-prompt is charged when its request is accepted, and its output when the request has finished or is cancelled,
-as the length is unknown before. So less than 0 tokens may be left. The output of a failed request is not
-charged. Requests are rejected until enough tokens for their prompts are left.
+Each front knows the limits of API keys and its own running requests. The Conductor knows the use at all
+fronts. A prompt is charged when its request is accepted. The output is charged when the request has finished
+or is cancelled, as its length is unknown before. So the tokens left can fall below 0. The output of a failed
+request is not charged. A request is rejected while fewer tokens are left than its prompts need.
 
 Owns: the tokens that each tenant has left. Does not know: API keys, which requests run.
 """
@@ -17,7 +17,7 @@ from mooncake.messages.fronts import QuotaClaim
 
 
 class QuotaRejection(NamedTuple):
-    """A request that would exceed its tenant's quota.
+    """The rejection of a request that would exceed its tenant's quota.
 
     `retry_after_s`: seconds until the quota may allow the request.
     """
@@ -29,7 +29,7 @@ class QuotaRejection(NamedTuple):
 
 @dataclass(slots=True)
 class TokenBudget:
-    """The token quota of one tenant. Invariant: `num_left <= tokens_per_minute`, as of the time `at_s`."""
+    """The token quota of one tenant, as of the time `at_s`. Invariant: `num_left <= tokens_per_minute`."""
 
     tokens_per_minute: float
     num_left: float
@@ -40,8 +40,7 @@ class TokenBudget:
     """The charged tokens of requests that were rejected later."""
 
     def left(self, now_s: float) -> float:
-        """Return the tokens that are left at `now_s`: at most those of a minute, less than 0 after long
-        outputs."""
+        """Return the tokens left at `now_s`: at most a minute's tokens, below 0 after long outputs."""
         gained = max(0.0, now_s - self.at_s) * self.tokens_per_minute / 60
         return min(self.tokens_per_minute, self.num_left + gained)
 
@@ -56,7 +55,7 @@ class Quotas:
     def rejection(
         self, tenant: str, claim: QuotaClaim, num_elsewhere: int, now_s: float
     ) -> QuotaRejection | None:
-        """Return the reason why a request exceeds its tenant's quota; None if it does not. Changes nothing.
+        """Return why a request exceeds its tenant's quota; None if it fits. Charges nothing.
 
         Args:
             tenant: The tenant of the request.
@@ -82,8 +81,7 @@ class Quotas:
         return QuotaRejection(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
 
     def restore(self, tenant: str, tokens: TokenBudget) -> None:
-        """Set what a tenant has left of its quota to what an earlier Conductor has recorded, less what it has
-        used since."""
+        """Set the tokens that a tenant has left to an earlier Conductor's record, less later use."""
         since = self.by_tenant.get(tenant)
         if since is not None:
             tokens.num_charged, tokens.num_refunded = since.num_charged, since.num_refunded
@@ -100,15 +98,17 @@ class Quotas:
             tokens.num_charged += num_tokens
 
     def refund(self, tenant: str, num_tokens: int) -> None:
-        """Give a tenant back the tokens that were charged for a request that is rejected."""
+        """Give back the tokens that a tenant was charged for a request that is now rejected."""
         tokens = self.by_tenant.get(tenant)
         if tokens is not None:
             tokens.num_left = min(tokens.tokens_per_minute, tokens.num_left + num_tokens)
             tokens.num_refunded += num_tokens
 
     def _renewed(self, tenant: str, per_minute: float, now_s: float) -> TokenBudget:
-        """Return the tenant's token budget, refilled for the time that has passed, under the tenant's present
-        limit. The budget of a new tenant is full."""
+        """Return the tenant's token budget, refilled for the time that has passed, under its present limit.
+
+        The budget of a new tenant is full.
+        """
         tokens = self.by_tenant.get(tenant)
         if tokens is None:
             tokens = self.by_tenant[tenant] = TokenBudget(per_minute, per_minute, now_s)

@@ -1,7 +1,8 @@
 """BanaServe's performance model of disaggregated serving (section 4.3), for requests of one size.
 
-The paper divides operations by a device's peak. Costs here are measured seconds of the instances, learned or
-profiled (`mooncake.messages.costs`). They contain all layers and operations, and what the device achieves.
+The paper divides operations by a device's peak. Here costs are measured seconds of the instances, learned or
+profiled (`mooncake.messages.costs`). They cover all layers and operations at the speed that the device really
+has.
 
     equations 12, 13  forward pass and transfer of a layer     `overlapped_s`
               20, 21  T_TTFT = T_p + T_x + T_q                 `Pairs.performance`
@@ -10,7 +11,7 @@ profiled (`mooncake.messages.costs`). They contain all layers and operations, an
               24, 27  U_p = Comp_p / C_gpu, and U_d            `Performance`
               30      Theta = N L_out / (T_TTFT + L_out T_TPOT)  `Performance.output_tokens_per_s`
 
-Owns: this model. Does not know: how costs were found, what is decided by the predictions.
+Owns: this model. Does not know: how costs were measured, which decisions follow.
 """
 
 from dataclasses import dataclass
@@ -21,23 +22,23 @@ from mooncake.messages.costs import TBT_MARGIN, Costs, prefill_quantities
 _ROOM_SHARE = 0.9
 """The share of device pages that a batch may fill."""
 _LEAST = 1e-9
-"""The divisor that replaces 0."""
+"""The smallest divisor, used instead of 0."""
 _NUM_HALVINGS = 40
-"""Halvings of the bisection that finds the size of a batch."""
+"""The number of halvings in the bisection for the size of a batch."""
 
 
 def overlapped_s(compute_s: float, transfer_s: float, num_layers: int) -> float:
     """Return the seconds of a forward pass and of the transfer of its KVCache, which overlap layer by layer.
 
-    A layer's transfer is hidden by the computation of the next layer while T_KV <= T_F,layer (BanaServe,
-    section 4.2, equations 12 and 13; Mooncake, section 5.2). So the result is the longer of the two times
-    plus one layer's part of the shorter time.
+    A layer's transfer is hidden by the computation of the next layer while T_KV <= T_F,layer. So the result
+    is the longer of the two times plus one layer's part of the shorter time (BanaServe, section 4.2,
+    equations 12 and 13; Mooncake, section 5.2).
     """
     return max(compute_s, transfer_s) + min(compute_s, transfer_s) / num_layers
 
 
 class Sizes(NamedTuple):
-    """The numbers of a request's tokens: L_in, the cached part of it, and L_out."""
+    """The lengths of a request in tokens: L_in, L_out, and the cached part of L_in."""
 
     num_prompt_tokens: float
     num_output_tokens: float
@@ -49,20 +50,20 @@ class Sizes(NamedTuple):
         return self.num_prompt_tokens + self.num_output_tokens / 2
 
     def prefill_s(self, costs: Costs) -> float:
-        """Return T_p, the seconds in which an idle instance computes the prompt."""
+        """Return T_p, the seconds that an idle instance needs to compute the prompt."""
         num_new = self.num_prompt_tokens - self.num_cached_tokens
         return costs.seconds(*prefill_quantities(num_new, self.num_cached_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCapacity:
-    """The decode capacity of a mean instance, in tokens a second."""
+    """The size and speed of the decode batch of a mean instance."""
 
     costs: Costs
     """Seconds of an iteration as a polynomial in requests and KVCache tokens."""
     max_batch: float
     num_device_tokens: float
-    """Tokens of KVCache that fit into device memory beside the weights: the largest K_acc of equation 25."""
+    """Tokens of KVCache that fit into device memory beside the weights: the limit of K_acc in equation 25."""
     tbt_slo_s: float | None = None
     least_chunk_s: float = 0.0
     """Seconds that the shortest chunk of a prompt takes, in an iteration with other requests."""
@@ -70,14 +71,16 @@ class DecodeCapacity:
     def tpot_s(self, batch_size: float, mean_kv_tokens: float) -> float:
         """Return T_TPOT, the seconds of an iteration (equation 22).
 
-        T_d, computing, is the constant and the part of each request. T_c + T_m, reading KVCache, is the part
-        of each token.
+        T_d, for computing, is the constant plus a part for each request. T_c + T_m, for reading KVCache, is a
+        part for each token.
         """
         return self.costs.seconds(batch_size, batch_size * mean_kv_tokens)
 
     def batch_size(self, mean_kv_tokens: float) -> float:
-        """Return the largest batch within the TBT SLO (equation 29), the batch slots and the device's pages
-        (25); at least 1."""
+        """Return the largest batch that all limits allow; at least 1.
+
+        The limits are the TBT SLO (equation 29), the batch slots, and the device's pages (equation 25).
+        """
         of_request_s = self.costs.first_s + mean_kv_tokens * self.costs.second_s
         size = min(self.max_batch, _ROOM_SHARE * self.num_device_tokens / max(mean_kv_tokens, 1.0))
         if self.tbt_slo_s is not None and of_request_s > 0:
@@ -92,17 +95,19 @@ class DecodeCapacity:
 
 
 class Performance(NamedTuple):
-    """The predicted performance of all instances together, while there are always N requests."""
+    """The predicted performance of all instances together, while N requests are always in the system."""
 
     ttft_s: float
     tpot_s: float
     output_tokens_per_s: float
     """Output tokens a second of all instances: Theta of equation 30."""
     prefill_utilisation: float
-    """The share of time that a prefill instance computes, U_p from 0 to 1 (equation 27)."""
+    """The share of time in which a prefill instance computes, U_p from 0 to 1 (equation 27)."""
     decode_utilisation: float
-    """The utilisation of a decode instance, U_d from 0 to 1: its batch divided by its largest batch. (An
-    instance computes all the time even with one request.)"""
+    """The utilisation U_d of a decode instance, from 0 to 1: its batch divided by its largest batch.
+
+    The share of time would be no measure, as an instance computes all the time even with one request.
+    """
     batch_size: float
     """The mean number of requests that a decode instance decodes."""
     num_kv_tokens: float
@@ -111,24 +116,25 @@ class Performance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A number of equal prefill instances beside a number of equal decode instances."""
+    """Some equal prefill instances beside some equal decode instances."""
 
     num_prefill: int
     num_decode: int
     prefill: Costs
-    """Seconds of a prefill as a polynomial in new tokens and pairs of tokens."""
+    """Seconds of a prefill, as a polynomial in new tokens and pairs of tokens."""
     decode: DecodeCapacity
     num_layers: int
     token_transfer_s: float = 0.0
-    """Seconds in which the KVCache of one token is sent to a decode instance."""
+    """Seconds to send the KVCache of one token to a decode instance."""
     first_token_s: float = 0.0
-    """Seconds of a first token's latency that are neither prefill, transfer nor queue."""
+    """Seconds of the time to first token that are neither prefill, transfer nor queue."""
 
     def performance(self, sizes: Sizes, num_requests: float) -> Performance:
-        """Predict the performance in a closed loop: an answer that ends is followed by another request.
+        """Predict the performance in a closed loop: each answer that ends is replaced by a new request.
 
-        The size of the decode batch follows from the rate of answers (Little's law), and the rate from this
-        size. Requests of one size arrive evenly after a while, so they queue (T_q) only if a stage is full.
+        The size of the decode batch follows from the rate of answers (Little's law), and the rate follows
+        from the size. So both are found by bisection. Requests of one size arrive evenly after a while, so
+        they queue (T_q) only if a stage is full.
 
         Args:
             sizes: The tokens of a request.
@@ -158,8 +164,10 @@ class Pairs:
         )
 
     def _rate_per_s(self, sizes: Sizes, num_requests: float, tpot_s: float) -> float:
-        """Return the answers a second with this T_TPOT if no request queues for decode; no more than prefill
-        can keep up with."""
+        """Return the answers a second with this T_TPOT, if no request queues for decode.
+
+        The rate is at most the rate of prefill.
+        """
         prefill_s = sizes.prefill_s(self.prefill)
         transfer_s = (sizes.num_prompt_tokens - sizes.num_cached_tokens) * self.token_transfer_s
         ttft_s = self.first_token_s + overlapped_s(prefill_s, transfer_s, self.num_layers)
@@ -167,6 +175,8 @@ class Pairs:
 
 
 def _decode_s(sizes: Sizes, tpot_s: float) -> float:
-    """Return the seconds from the first token to the last. (Equation 30 has one gap more, for the first
-    token.)"""
+    """Return the seconds from the first token to the last.
+
+    Equation 30 counts one gap more, for the first token.
+    """
     return max(0.0, sizes.num_output_tokens - 1) * tpot_s

@@ -1,8 +1,8 @@
 """The measured utilisation of instances, U = C / Cmax + M / Mmax (BanaServe, section 4.4.1, equation 32).
 
 C is the time spent computing and M the bytes in use, as heartbeats report them; queues do not count. A decode
-instance computes all the time even with one request. So its iterations count by the time that their tokens
-would take in full batches; then Cmax is the same for both stages: all of the time.
+instance computes all the time even with one request. So its C is the time that its tokens would take in full
+batches. Cmax is the elapsed time, for both stages.
 
 Owns: these figures by instance. Does not know: decisions about roles, predictions of loads.
 """
@@ -39,7 +39,7 @@ class _Totals:
 
 @dataclass(slots=True)
 class Utilisation:
-    """The utilisation of each instance that has sent two heartbeats, by name."""
+    """The utilisation, by name, of each instance that has sent at least two heartbeats."""
 
     _totals: dict[str, _Totals] = field(default_factory=dict)
 
@@ -73,11 +73,11 @@ class Utilisation:
         return new.used
 
     def forget(self, name: str) -> None:
-        """Forget an instance that has gone."""
+        """Forget an instance that has left."""
         self._totals.pop(name, None)
 
     def by_name(self) -> dict[str, Used]:
-        """Return the utilisation of each instance, as far as it is known."""
+        """Return the utilisation of each instance for which it is known, by name."""
         return {name: of.used for name, of in self._totals.items() if of.used is not None}
 
     def of(self, name: str) -> Used | None:
