@@ -1,1 +1,1 @@
-"""Rules that follow the load, without IO: which requests and modules move, which roles instances have."""
+"""Rules by which requests and modules move and instances change roles as the load changes. No IO."""

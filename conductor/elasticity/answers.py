@@ -1,9 +1,9 @@
 """The expected lengths of answers, which are unknown when requests arrive.
 
-Requests with similar prompts and limits have similar answers. Answers that are still being decoded count as
-at least as long as they are now (Kaplan and Meier, 1958), so long answers are not overlooked because only
-short ones have ended. Nor are long answers counted too often: ends are known only from some moment on, and an
-answer that had begun before counts only from the length that it had at this moment (left truncation:
+Requests with similar prompts and limits have similar answers. An answer that is still being decoded counts as
+at least as long as it is now (Kaplan and Meier, 1958). So long answers are not overlooked because only short
+ones have ended. Long answers do not count too often either. All ends are known only from some moment on, so
+an answer that began earlier counts only from the length that it had at this moment (left truncation:
 Turnbull, 1976).
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.
@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 _NUM_RECENT = 64
-"""The most answers of a kind that are remembered."""
+"""The most answers that are remembered of each kind."""
 _NUM_KINDS = 256
 """The most kinds that are remembered; the kind that was updated least recently is dropped first."""
 _FEWEST_OF_KIND = 6
-"""The number of ended answers from which on a kind's own answers are used instead of all answers."""
+"""The least ended answers of a kind; with fewer, the answers of all kinds are used."""
 
 
 class AnswerKind(NamedTuple):
@@ -37,24 +37,24 @@ class AnswerKind(NamedTuple):
 
 
 class RunningAnswer(NamedTuple):
-    """An answer of which some tokens have been drawn; times are in seconds of the Conductor's clock."""
+    """An answer of which some tokens have been drawn. Times are in seconds of the Conductor's clock."""
 
     kind: AnswerKind
     began_s: float
     """The time of the answer's first token."""
     num_tokens: float
-    """Tokens of the answer at `at_s`."""
+    """The answer's tokens at `at_s`."""
     at_s: float
-    """The time at which the answer has `num_tokens`: the time of its end, or now."""
+    """The time at which the answer has `num_tokens`: now, or the time of its end."""
 
     def num_tokens_at(self, past_s: float) -> float:
-        """Return the number of tokens that the answer had at an earlier time, drawn at an even pace."""
+        """Return the tokens that the answer had at an earlier time, if they were drawn at an even pace."""
         share = (past_s - self.began_s) / max(self.at_s - self.began_s, 1e-9)
         return self.num_tokens * min(max(share, 0.0), 1.0)
 
 
 class AnswerLengths:
-    """The mean lengths of answers by kind."""
+    """The mean lengths of answers, by kind."""
 
     def __init__(self) -> None:
         self._by_kind: OrderedDict[AnswerKind, deque[RunningAnswer]] = OrderedDict()
@@ -76,8 +76,8 @@ class AnswerLengths:
         Args:
             kinds: The kinds that are asked for.
             running: The answers that are being decoded.
-            since_s: The time since when the load has been the same. Answers that began before that time are
-                used only if they have ended, and only while few later answers have ended.
+            since_s: The time since when the load has been the same. An answer that began earlier is used only
+                if it has ended, and only while few later answers have ended.
         """
         by_kind: dict[AnswerKind, list[RunningAnswer]] = {}
         for answer in running:
@@ -94,7 +94,7 @@ class AnswerLengths:
         new = [answer for answer in recent if answer.began_s >= since_s]
         ended = new if len(new) >= _FEWEST_OF_KIND else recent
         known_s = recent[0].at_s if len(recent) == _NUM_RECENT else -math.inf
-        """The time since when all ends are known."""
+        """The time since when the ends of all answers are known."""
         known_from = [answer.num_tokens_at(known_s) for answer in (*ended, *running)]
         lengths = [answer.num_tokens for answer in (*ended, *running)]
         earlier = [answer.num_tokens for answer in recent if answer.began_s < since_s]
@@ -107,7 +107,7 @@ def mean_length(
     known_from: Sequence[float] | None = None,
     earlier: Sequence[float] = (),
 ) -> float:
-    """Estimate the mean length of answers, of which some have ended and others are still growing.
+    """Estimate the mean length of answers if some have ended and others are still growing.
 
     If the longest answer has not ended, its expected length is the mean of the longer answers in `earlier`.
     Without longer answers in `earlier`, it is twice the present length.
@@ -115,8 +115,8 @@ def mean_length(
     Args:
         lengths: The lengths so far, those of ended answers first.
         num_ended: The number of answers that have ended.
-        known_from: The length from which on each answer was watched: an answer that had ended before would
-            not be in `lengths`. None: each was watched from its beginning.
+        known_from: The length of each answer when watching it began: had it ended before, it would not be in
+            `lengths`. None if each answer was watched from its beginning.
         earlier: The lengths of answers of an earlier load.
     """
     all_lengths = np.array(lengths)
@@ -124,10 +124,10 @@ def mean_length(
     sorted_lengths, has_ended = all_lengths[order], order < num_ended
     num_at_risk = np.arange(len(lengths), 0, -1)
     if known_from is not None:
-        # Of the answers that become so long, those that were not watched yet do not count.
+        # Answers that were not watched yet at this length do not count.
         num_later = len(lengths) - np.searchsorted(np.sort(known_from), sorted_lengths)
         num_at_risk = num_at_risk - num_later
-        # One alone does not end those that are longer.
+        # The end of one answer must not count as the end of all longer answers.
         num_at_risk = np.maximum(num_at_risk, [2] * (len(lengths) - 1) + [1])
     survival = np.cumprod(1.0 - has_ended / num_at_risk)
     before = np.concatenate(([1.0], survival[:-1]))

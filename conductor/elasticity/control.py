@@ -1,11 +1,11 @@
-"""The control loop of elasticity, which moves requests, changes roles and moves modules by rules.
+"""The control loop of elasticity: it moves requests, changes roles and moves modules by rules.
 
-Requests move where an SLO is at stake, roles change where a stage lacks an instance, and modules move between
-instances of one host where neither is the case.
+Requests move where an SLO would be missed. Roles change where a stage lacks an instance. Modules move between
+instances of one host if neither is the case.
 
-Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
-a request moves (`conductor.requests.migrations`), how an instance changes its role
-(`conductor.membership.roles`), how modules move (`conductor.membership.modules`).
+Owns: when the rules are asked, and the orders that follow. Does not know: the rules themselves, how a request
+moves (`conductor.requests.migrations`), how an instance changes its role (`conductor.membership.roles`), how
+modules move (`conductor.membership.modules`).
 """
 
 import math
@@ -39,12 +39,12 @@ RULES = (relieve, keep_headroom, defragment)
 THRESHOLDS = Thresholds()
 """The parameters of module moves."""
 MODULES_PERIOD_S = 10.0
-"""Seconds between two plans of module moves, in which new heartbeats arrive."""
+"""Seconds between two plans of module moves. In this time new heartbeats arrive."""
 MODULES_AGAIN_S = 60.0
-"""Seconds between two orders to an instance to move modules away, and between two to take them back."""
+"""The least seconds between two orders to an instance to move modules away, or to take them back."""
 
 OVERLOADED = 429
-"""The HTTP status of rejections because of the load: only these count as demand that was not served."""
+"""The HTTP status of rejections because of the load. Only such rejections count as unserved demand."""
 
 
 class Elasticity:
@@ -55,7 +55,7 @@ class Elasticity:
         migrations: The component that moves requests.
         roles: The component that changes roles.
         modules: The component that moves modules.
-        settings: The settings that say which of these are on.
+        settings: The settings that tell which of these three are on.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Elasticity:
         self._num_arrived = 0
         self._modules_looked_s = -math.inf
         self._ordered_s: dict[tuple[str, bool], float] = {}
-        """The time at which modules of an instance were last ordered, by whether back."""
+        """The time of the latest order, by the owner's name and by whether the modules return."""
 
     # -- what happens -------------------------------------------------------------------------------
 
     def submitted(self, tracked: TrackedRequest, now_s: float) -> None:
-        """Count a request that a client has sent, after it was placed, queued or rejected.
+        """Count a request of a client after it was placed, queued or rejected.
 
-        The work of a request without a pair is not counted if it would be late even on an idle instance.
+        A request without a pair adds no work if it would be late even on an idle instance.
         """
         if self.rebalancer is None:
             return
@@ -98,8 +98,10 @@ class Elasticity:
         self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
 
     def _prefill_s(self, tracked: TrackedRequest) -> float:
-        """Return the mean predicted prefill seconds of an unplaced request, if its longest stored prefix
-        is reused."""
+        """Return the mean predicted prefill seconds of an unplaced request.
+
+        The longest stored prefix of its prompt is assumed to be reused.
+        """
         costs, layout = self._view.mean_prefill_costs(), self._view.layout
         if costs is None or layout is None:
             return 0.0
@@ -119,7 +121,7 @@ class Elasticity:
     def tick(self, now_s: float) -> list[Effect]:
         """Return the orders to move requests, change roles and move modules.
 
-        To be called about twice a second.
+        The caller should call it about twice a second.
         """
         effects = self._move(now_s) if self._settings.moves_requests else []
         if self.rebalancer is not None:
@@ -148,7 +150,7 @@ class Elasticity:
     def _wanted(self, batches: list[InstanceBatch]) -> Iterator[Move]:
         """Yield the moves that the rules ask for.
 
-        All rules see the present batches, so an instance takes part in moves of one rule only.
+        An instance takes part in the moves of one rule only, as all rules see the batches as they are now.
         """
         taken: set[str] = set()
         for rule in RULES:
@@ -173,8 +175,10 @@ class Elasticity:
         return self._roles.switch(instance, change.after, now_s)
 
     def _move_modules(self, now_s: float) -> list[Effect]:
-        """Return the order to move modules of one instance to a helper, or back; none while a request or
-        module moves, or a role changes."""
+        """Return the order to move modules of one instance to a helper, or back.
+
+        There is no order while a request or a module moves, or a role changes.
+        """
         if now_s - self._modules_looked_s < MODULES_PERIOD_S or self._requests.migrating:
             return []
         if any(of.state is InstanceState.SWITCHING or place_of(of).is_moving for of in self._instances):

@@ -1,5 +1,4 @@
-"""The decisions of the rebalancer: a change, its reason in numbers, its predicted benefit, and later its
-outcome.
+"""The decisions of the rebalancer: a change of a role, its reason and benefit, and later its outcome.
 
 Owns: these values, and the share of arrivals that was accepted in a span of time. Does not know: how
 decisions are made, who shows them.
@@ -14,22 +13,22 @@ from mooncake.messages.workers import Role
 
 
 class Change(NamedTuple):
-    """A change of one instance's role, and what the cluster is predicted to gain."""
+    """A change of one instance's role, and the gain that is predicted for the cluster."""
 
     instance: str
     before: Role
     after: Role
     work: Work
-    """The prefill and decode work, in instances, for which the change was decided."""
+    """The prefill and decode work for which the change was decided, in instances."""
     division: Division
     """The division before the change."""
     served_before: float
-    """The share of the expected requests that is served within SLOs before the change."""
+    """The share of the expected requests that is served within SLOs without the change."""
     served_after: float
     benefit_s: float
-    """Seconds of the whole cluster's time that the change gains in the expected duration of the load."""
+    """Seconds of the whole cluster's time that the change gains while the load is expected to last."""
     cost_s: float
-    """Seconds of the whole cluster's time that the change takes."""
+    """Seconds of the whole cluster's time that the change costs."""
 
     @property
     def why(self) -> str:
@@ -50,12 +49,12 @@ class Outcome(NamedTuple):
     accepted_after: float = 0.0
     """The share of arrivals that were not rejected in the seconds after the change."""
     note: str = ""
-    """The reason why the change was not made; empty if it was made."""
+    """The reason why the change was not made; empty for a change that was made."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """A decided change of a role, with its later outcome."""
+    """A decided change of a role, and later its outcome."""
 
     at_s: float
     change: Change
@@ -68,7 +67,7 @@ class Decision:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the change was not made."""
+        """Whether the change has ended without being made."""
         return self.done_s is None and self.outcome is not None
 
 
@@ -80,7 +79,7 @@ class _Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Acceptance:
-    """Counts of arrived and of rejected requests over the latest time."""
+    """Counts of arrived and of rejected requests in the latest `kept_s` seconds."""
 
     kept_s: float
     _samples: deque[_Sample] = field(default_factory=deque)
@@ -92,7 +91,7 @@ class Acceptance:
             self._samples.popleft()
 
     def share(self, from_s: float, until_s: float) -> float:
-        """Return the share of arrivals in `[from_s, until_s)` that were not rejected; 1 without arrivals."""
+        """Return the share of arrivals between two times that were not rejected; 1 without arrivals."""
         inside = [sample for sample in self._samples if from_s <= sample.at_s <= until_s]
         if len(inside) < 2 or inside[-1].num_arrived == inside[0].num_arrived:
             return 1.0

@@ -1,9 +1,9 @@
-"""The load that clients offer: prefill and decode work of the latest arrivals, accepted or not.
+"""The load that clients offer: the prefill and decode work of the latest arrivals, accepted or not.
 
 Arrivals count as far back as the load has been the same (adaptive windowing: Bifet and Gavalda, 2007). In a
-steady load a minute of arrivals is averaged; after a step of the load, only the seconds since the step.
+steady load the average covers a minute. After a step of the load it covers only the seconds since the step.
 
-Owns: arrivals, changes of the load. Does not know: instances, what is done about the load.
+Owns: arrivals, changes of the load. Does not know: instances, which decisions follow.
 """
 
 import math
@@ -20,20 +20,24 @@ from conductor.elasticity.answers import AnswerKind, AnswerLengths, RunningAnswe
 WINDOW_S = 60.0
 """The most seconds for which an arrival counts."""
 _SIGNIFICANT = 4.0
-"""Standard deviations by which the load of the latest seconds must differ from the load before to count as a
-change. The window is divided in many ways, so a smaller difference would often occur by chance."""
+"""The smallest difference of two loads that counts as a change, in standard deviations.
+
+The latest seconds are compared with the time before. The window is divided in many ways, so a smaller
+difference would often occur by chance.
+"""
 _LEAST_CHANGE = 1.3
-"""The ratio of rates below which a difference counts as no change, however significant."""
+"""The ratio of two rates below which their difference is no change, however significant it is."""
 _FEWEST_ARRIVALS = 6
-"""Arrivals below which no change of the load is reported."""
+"""The number of arrivals below which no change of the load is reported."""
 MOST_LEFT_S = 120.0
 """The most seconds for which a load is expected to stay as it is."""
 _NUM_PAST, _FEWEST_PAST = 8, 3
-"""The number of past loads that are remembered, and the number that suffices to predict how long loads last.
-"""
+"""The numbers of past loads: how many are remembered, and how many suffice to predict a load's duration."""
 _MOST_OF_MEAN = 4.0
-"""The largest mean work per request that counts for one kind and second in the search for changes, as a
-multiple of the mean of all requests."""
+"""The limit of the mean work per request of one kind and second, as a multiple of the mean of all requests.
+
+The search for changes counts no more than this limit.
+"""
 
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -41,7 +45,7 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @dataclass(slots=True)
 class _Arrivals:
-    """The requests of one kind that have arrived in one second of the clock."""
+    """The requests of one kind that have arrived within one second of the clock."""
 
     second: int
     kind: AnswerKind
@@ -58,16 +62,18 @@ class OfferedLoad(NamedTuple):
 
     num_requests: float
     prefill_s: float
-    """Prefill seconds that arrive in a second: the number of prefill instances that are busy all the time."""
+    """Prefill seconds that arrive in a second. They equal the number of prefill instances that stay busy."""
     num_output_tokens: float
-    """Tokens to be drawn for a second's arrivals."""
+    """Tokens that will be drawn for the requests that arrive in a second."""
     mean_prompt_tokens: float
     mean_output_tokens: float
     window_s: float
-    """Seconds for which the load has been the same, as far as is known."""
+    """Seconds for which the load is known to have been the same."""
     was_burst: bool = False
-    """Whether the load is over: the later half of `window_s` had less than a quarter of the mean rate of
-    `window_s`."""
+    """Whether the load was a burst that is over.
+
+    It is, if the later half of `window_s` had less than a quarter of the mean rate of `window_s`.
+    """
 
     @property
     def mean_kv_tokens(self) -> float:
@@ -77,15 +83,15 @@ class OfferedLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Demand:
-    """The latest arrivals, and the load that they make up."""
+    """The latest arrivals, and the load that follows from them."""
 
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     num_changes: int = 0
     """The number of times that the load has changed."""
     _arrivals: deque[_Arrivals] = field(default_factory=deque)
-    """Arrivals by second and kind, so that memory does not grow with the rate of requests."""
+    """Arrivals by second and kind. So memory does not grow with the rate of requests."""
     _latest: dict[AnswerKind, _Arrivals] = field(default_factory=dict)
-    """The arrivals of the latest second that had any, by kind."""
+    """The arrivals of the latest second with arrivals, by kind."""
     _began_s: float | None = None
     """The time since when the load has been the same."""
 
@@ -142,21 +148,21 @@ class Demand:
         return began_s
 
     def _clearest_change(self, means: dict[AnswerKind, float], began_s: float, now_s: float) -> float | None:
-        """Return the time of the most significant change of the load; None if the load has been the same
-        since `began_s`.
+        """Return the time of the most significant change of the load; None if there was none since `began_s`.
 
-        At each whole second in between, the rates of work of both stages before and after it are compared.
+        At each whole second in this time, the rates of work of both stages before and after the second are
+        compared.
         """
         now, first = math.floor(now_s), math.floor(began_s)
         nums = np.array([of.num_requests for of in self._arrivals])
         borders = np.arange(now - 1, math.ceil(began_s), -1, dtype=np.float64)
-        """The times at which the load may have changed, the latest first."""
+        """The times at which the load may have changed, latest first."""
         if not len(borders) or nums.sum() < _FEWEST_ARRIVALS:
             return None
         ages = now - np.array([of.second for of in self._arrivals])
 
         def by_border(amounts: npt.NDArray[Any]) -> tuple[Floats, Floats]:
-            """Return the sums of the amounts that have arrived since each border, and of those before it."""
+            """Return for each border the sums of the amounts that arrived after it and before it."""
             sums = np.bincount(ages, amounts, now - first + 1).cumsum()
             recent = sums[1 : len(borders) + 1]
             return recent, sums[-1] - recent
@@ -187,21 +193,21 @@ class Demand:
 def _surprises(
     recent: Floats, before: Floats, recent_s: Floats, before_s: Floats, sum_of_squares: float
 ) -> Floats:
-    """Return, for each border, how significantly the rates of work before and after it differ.
+    """Return for each border how significantly the rates of work before and after the border differ.
 
     The variance of a sum of amounts that arrive at random is the sum of their squares. The deviation is
-    computed as if the time before and after a border had one load, so that it is not near 0 where one side
-    of the border has few arrivals.
+    computed as if one load had been there on both sides of a border. So it is not near 0 where one side has
+    few arrivals.
 
     Args:
-        recent: Work since each border, `[n]`.
+        recent: Work after each border, `[n]`.
         before: Work before each border, `[n]`.
-        recent_s: Seconds since each border, `[n]`.
+        recent_s: Seconds after each border, `[n]`.
         before_s: Seconds before each border, `[n]`; `recent_s + before_s` is the same for all borders.
-        sum_of_squares: The squares of all amounts of work, summed.
+        sum_of_squares: The sum of the squares of all amounts of work.
 
     Returns:
-        The differences of the rates in standard deviations, `[n]`; 0 for a difference too small to matter.
+        The differences of the rates in standard deviations, `[n]`; 0 if a difference is too small to matter.
     """
     recent_rates, before_rates = recent / recent_s, before / before_s
     mean_square = sum_of_squares / (recent_s[0] + before_s[0])
@@ -213,24 +219,24 @@ def _surprises(
 
 
 class Past(NamedTuple):
-    """An earlier load, and how long it lasted."""
+    """An earlier load and its duration."""
 
     load: OfferedLoad
     lasted_s: float
 
 
 class Persistence:
-    """The latest loads, from which the expected duration of the present load is estimated."""
+    """The latest loads, from which the duration of the present load is estimated."""
 
     def __init__(self) -> None:
         self.past: deque[Past] = deque(maxlen=_NUM_PAST)
-        """The earlier loads, oldest first."""
+        """Earlier loads, oldest first."""
         self._changed_s: float | None = None
         self._latest: OfferedLoad | None = None
         """The load at the latest call of `note`."""
 
     def note(self, load: OfferedLoad, has_changed: bool, now_s: float) -> None:
-        """Record the present load. `has_changed`: whether it has changed since the last call."""
+        """Record the present load. `has_changed` tells whether the load has changed since the last call."""
         if has_changed:
             if self._changed_s is not None and self._latest is not None:
                 self.past.append(Past(self._latest, now_s - self._changed_s))
@@ -239,14 +245,14 @@ class Persistence:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough changes have been seen to estimate how long loads stay."""
+        """Whether enough changes have been seen to estimate how long a load lasts."""
         return len(self.past) >= _FEWEST_PAST
 
     def left_s(self, window_s: float) -> float:
-        """Return the seconds for which a load that has been the same for `window_s` is expected to go on.
+        """Return the seconds that a load is expected to go on after it has been the same for `window_s`.
 
-        Its whole duration is expected to be the lower quartile of the earlier loads' durations. But it goes
-        on for at least `window_s`, and at most `MOST_LEFT_S`.
+        The load's whole duration is expected to be the lower quartile of the earlier durations. In any case
+        the load is expected to go on for at least `window_s`, and at most `MOST_LEFT_S`.
         """
         lasted_s = sorted(past.lasted_s for past in self.past)
         usual_s = lasted_s[len(lasted_s) // 4] if lasted_s else WINDOW_S

@@ -1,7 +1,8 @@
-"""The decode instances of a host as Algorithm 1 of BanaServe sees them: devices with modules.
+"""The decode instances of a host, as devices with modules for Algorithm 1 of BanaServe.
 
-Computing is measured by the tokens that an instance draws, wherever its modules are. Here each module's part
-is counted at the device where the module is: a layer's part of an iteration, a KV head's part of attention.
+The measured compute of an instance follows from the tokens that it draws, wherever its modules are. Here each
+module's part of it is counted for the device where the module is. A layer's part is a part of an iteration, a
+KV head's part is a part of attention.
 
 Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
 """
@@ -17,7 +18,7 @@ from mooncake.messages.workers import InstanceState, Role
 
 
 def devices_by_host(view: ClusterView, instances: Instances, modules: Modules) -> list[list[Device]]:
-    """Return, by host, the devices with movable modules. Instances without measurements are left out."""
+    """Return the devices with movable modules, one list for each host. Unmeasured instances are left out."""
     by_host = defaultdict[str, list[Instance]](list)
     for instance in instances:
         is_able = instance.role is not Role.PREFILL and instance.state is InstanceState.SERVING
@@ -28,7 +29,7 @@ def devices_by_host(view: ClusterView, instances: Instances, modules: Modules) -
 
 def _devices(view: ClusterView, instances: list[Instance], modules: Modules) -> list[Device]:
     hosted = defaultdict[str, float](float)
-    """The compute share that modules of other instances take, by helper."""
+    """The share of compute that modules of other instances take, by helper."""
     found = []
     for instance in instances:
         used = view.utilisation.of(instance.name)
@@ -46,8 +47,10 @@ def _with_hosted(device: Device, compute: float) -> Device:
 
 
 def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules) -> tuple[Device, float]:
-    """Return an instance as a device without the modules that it hosts, and the compute share that its own
-    modules take at its helper."""
+    """Return an instance as a device without hosted modules, and the compute share of its modules elsewhere.
+
+    The compute share is the one that the instance's own modules take at its helper.
+    """
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
     assert slot is not None
     assert instance.heartbeat is not None

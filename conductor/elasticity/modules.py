@@ -1,5 +1,6 @@
-"""Adaptive module migration: layers and KV heads go from much used devices to little used ones (BanaServe,
-section 4.4.1, Algorithm 1).
+"""Adaptive module migration: layers and KV heads move from much used devices to little used ones.
+
+It is Algorithm 1 of BanaServe (section 4.4.1):
 
     line 5     load[d] is the utilisation U of a device, compute and memory (equation 32)
     6, 7       overloaded: load[d] - min(load) > delta_up; underloaded: max(load) - load[d] > delta_up (33)
@@ -25,20 +26,20 @@ from conductor.performance.utilisation import Used
 
 
 class Kind(Enum):
-    """The kinds of modules that can move, the coarser kind first."""
+    """The kinds of modules that can move, coarser kind first."""
 
     LAYERS = "layers"
     HEADS = "KV heads"
 
 
 class MovableModules(NamedTuple):
-    """The equal modules of one kind that may leave a device."""
+    """The modules of one kind that may leave a device. All of them are equal."""
 
     num: int
     used: Used
     """The shares of the device's compute and memory that one module takes."""
     transfer_s: float
-    """Seconds in which one module's state is copied (equations 4 and 11)."""
+    """Seconds to copy one module's state (equations 4 and 11)."""
 
 
 class Away(NamedTuple):
@@ -46,21 +47,21 @@ class Away(NamedTuple):
 
     helper: str
     used: Used
-    """The shares of a device that the modules take, as compute and memory."""
+    """The compute and memory that these modules take, as shares of a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An instance's device, which can exchange modules with the other devices of its host."""
+    """An instance's device. It can exchange modules with other devices of its host."""
 
     name: str
     used: Used
-    """The shares of the device that are in use, by its own modules and by those of other instances."""
+    """The used shares of the device, by its own modules and by modules of other instances."""
     modules: dict[Kind, MovableModules]
-    """The modules that may leave the device, without kinds that the device does not support."""
+    """The modules that may leave the device. Kinds that the device does not support are missing."""
     away: Away | None = None
     sync_s: float = 0.0
-    """Seconds for which the device's requests wait during a move (T_sync)."""
+    """Seconds that the device's requests wait during a move (T_sync)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +69,42 @@ class Thresholds:
     """The parameters of Algorithm 1. Invariant: `0 <= delta_down < delta_up`."""
 
     delta_up: float = 0.5
-    """The gap of utilisations, from 0 to 2, above which modules leave."""
+    """The gap of utilisations, from 0 to 2, above which modules leave the busier device."""
     delta_down: float = 0.25
     """The gap of utilisations, from 0 to 2, up to which modules return from a helper."""
     rho: float = 0.5
     """The least benefit, as a difference of utilisations, for each second of cost."""
     budget_s: float = 2.0
-    """Seconds that a move may take at most (T_budget)."""
+    """The most seconds that a move may take (T_budget)."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.delta_down < self.delta_up
 
 
 class ModuleMove(NamedTuple):
-    """A move of `num` modules of `owner` to `helper`; or, if `kind` is None, the return of all of the owner's
-    modules from `helper`."""
+    """A move of `num` modules of `owner` to `helper`.
+
+    If `kind` is None, all modules of the owner return from the helper.
+    """
 
     owner: str
     helper: str
     kind: Kind | None
     num: int
     benefit: float = 0.0
-    """The gap of both devices' utilisations before the move, less the gap after it."""
+    """The gap of both devices' utilisations before the move, minus the gap after it."""
     cost_s: float = 0.0
     """Seconds that the move costs (T_transfer + T_sync)."""
 
 
 def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
-    """Return the moves that level the utilisation of devices: returns first, then the largest gaps first."""
+    """Return the moves that level the utilisation of devices: returns first, then by gap, largest first."""
     loads = {device.name: device.used.utilisation for device in devices}
     moves = list(_returns(devices, loads, thresholds))
     settled = {name for move in moves for name in (move.owner, move.helper)}
     able = [device for device in devices if device.away is None and device.name not in settled]
     given: dict[tuple[str, Kind], str] = {}
-    """The helpers in this plan, by owner and kind of module."""
+    """The helpers that this plan uses, by owner and kind of module."""
     while (move := _next(able, loads, given, thresholds)) is not None:
         assert move.kind is not None
         moves.append(move)
@@ -114,7 +117,7 @@ def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
 def _returns(
     devices: Sequence[Device], loads: dict[str, float], thresholds: Thresholds
 ) -> Iterator[ModuleMove]:
-    """Yield the moves of modules that return to their owners, and update `loads` accordingly."""
+    """Yield the returns of modules to their owners, and update `loads` accordingly."""
     for device in devices:
         if (away := device.away) is not None and away.helper in loads:
             amount = away.used.utilisation
@@ -130,8 +133,7 @@ def _next(
     given: dict[tuple[str, Kind], str],
     thresholds: Thresholds,
 ) -> ModuleMove | None:
-    """Return a move between the pair of devices with the largest gap for which a move pays; None if none
-    pays."""
+    """Return the move that pays between the devices with the largest gap; None if no move pays."""
     least, most = min(loads.values(), default=0.0), max(loads.values(), default=0.0)
     delta, owner_of = thresholds.delta_up, {helper: owner for (owner, _), helper in given.items()}
     overloaded = [of for of in able if loads[of.name] - least > delta and of.name not in owner_of]
@@ -156,9 +158,9 @@ def _next(
 def _move(
     owner: Device, helper: Device, kind: Kind, gap: float, load: float, thresholds: Thresholds
 ) -> ModuleMove | None:
-    """Return the move of as many modules of a kind as level both devices; None if it does not pay.
+    """Return the move of enough modules of a kind to level both devices; None if the move does not pay.
 
-    `load` is the owner's utilisation in the plan so far, without the modules that have been moved in it.
+    `load` is the owner's utilisation after the plan's moves so far.
     """
     modules = owner.modules.get(kind)
     if modules is None or modules.used.utilisation <= 0:

@@ -1,12 +1,12 @@
-"""The rebalancer, which changes roles of instances as the load changes, one at a time (Mooncake, section 10).
+"""The rebalancer: it changes roles of instances, one at a time, as the load changes (Mooncake, section 10).
 
     measure    the work that arrives, in instances of each stage (`demand`, `capacity`)
     compare    the share of requests that is served now, with one more prefill and with one more decode
                instance
-    decide     on a change that pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35)
-    follow     the change until it is done, and the share of rejections before and after it
+    decide     whether a change pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35) follow
+    the change until it is done, and the share of rejections before and after it
 
-A change must not break an SLO that is met: the instance's requests must fit the other instances first. A
+A change must not break an SLO that is met. So the instance's requests must fit on the other instances. A
 change is never reversed while load and instances stay the same. When load or instances change, a limited
 number of role changes is allowed again.
 
@@ -28,37 +28,40 @@ from conductor.performance.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role
 
 _NUM_KEPT = 100
-"""The most decisions that are kept, the latest ones."""
+"""The number of latest decisions that are kept."""
 _PERIOD_S = 2.0
 """The least seconds between two decisions about roles."""
 _SPARE_STRAIN = 0.8
-"""The largest strain that a stage may have after giving up an instance, unless both stages are short."""
+"""The strain of a stage after giving up an instance, above which the change needs twice the gain.
+
+A stage that is short already is excepted.
+"""
 _LEAST_GAIN = 0.05
-"""The gain in served requests that a change must be predicted to make, as a share of those served now."""
+"""The least predicted gain in served requests for a change, as a share of the requests served now."""
 _LEAST_BENEFIT = 2.0
 """The least ratio of benefit to cost (rho in equation 35)."""
 _LEAST_WINDOW_S = 3.0
-"""Seconds for which a load must have been the same before a decision."""
+"""Seconds for which a load must have been the same before a role changes."""
 _FEWEST_ARRIVALS = 10.0
-"""Arrivals that must have been seen before a decision."""
+"""The number of arrivals that must have been seen before a role changes."""
 _AGAIN_AFTER_S = 60.0
-"""Seconds after a decision in which its instance is not chosen again, if the change of role has failed."""
+"""Seconds after a failed decision in which its instance is not chosen again."""
 _EVALUATED_S = 15.0
 """Seconds before and after a change over which arrivals are compared."""
 _OTHERS_AFTER_S = 15.0
-"""Seconds after which a changed set of instances counts as a new set: longer than a restart takes."""
+"""Seconds after which other instances count as a new set. The time is longer than a restart."""
 _QUEUE_SHARE = 0.5
-"""The share of the TTFT SLO up to which a change may let the queues of other prefill instances grow."""
+"""The share of the TTFT SLO to which other prefill queues may grow when an instance is taken away."""
 _LEAST_LEFT_S = 15.0
-"""Seconds for which the load must be expected to last, as a change and its reversal both take effect late."""
+"""Seconds that the load must be expected to last, as a change and its reversal both take effect late."""
 _SAME_LOAD = 1.5
-"""The ratio of two amounts of a stage's work up to which the load counts as the same."""
+"""The ratio of two amounts of a stage's work below which they count as the same load."""
 _TARGET_STRAIN = 0.7
 """The strain at which the desired number of instances is computed."""
 
 
 class Member(NamedTuple):
-    """An instance as the rebalancer sees it: its role, queue and batch."""
+    """An instance for the rebalancer: its role, queue and batch."""
 
     name: str
     role: Role
@@ -77,7 +80,7 @@ class Member(NamedTuple):
 
 
 class State(NamedTuple):
-    """The cluster's state from which the rebalancer decides."""
+    """The state of the cluster on which the rebalancer decides."""
 
     members: list[Member]
     load: OfferedLoad | None
@@ -90,10 +93,10 @@ class State(NamedTuple):
     num_arrived: int
     """Requests that have arrived since the Conductor began."""
     num_rejected: int
-    """Requests that have been rejected because of the load since the Conductor began."""
+    """Requests that were rejected because of the load since the Conductor began."""
 
     def serving(self, role: Role) -> list[Member]:
-        """Return the instances with exactly this role that take requests; `Role.BOTH` matches only itself."""
+        """Return the serving instances with exactly this role; `Role.BOTH` is a role of its own here."""
         return [member for member in self.members if member.role is role and member.takes_requests]
 
     @property
@@ -112,19 +115,21 @@ class State(NamedTuple):
 
 
 class Rebalancer:
-    """The component that decides which instance changes its role, and when."""
+    """Decides which instance changes its role, and when."""
 
     def __init__(self) -> None:
         self.decisions: deque[Decision] = deque(maxlen=_NUM_KEPT)
         """The latest decisions, oldest first."""
         self.num_decided: Counter[Role] = Counter()
-        """Changes that were decided, by the role after them."""
+        """The number of decided changes, by the role after them."""
         self.desired: dict[Role, int] = {}
-        """The number of instances of each role that the latest load needs, for autoscalers. Bursts do not
-        change the number. It may be larger than the number of instances that there are."""
+        """The number of instances of each role that the latest load needs, for autoscalers.
+
+        Bursts do not change the number. It may be larger than the number of registered instances.
+        """
         self._persistence = Persistence()
         self._switch_s = 3.0
-        """The mean time that a change takes."""
+        """The mean seconds that a change takes."""
         self._acceptance = Acceptance(2 * _EVALUATED_S)
         self._looked_s = -math.inf
         self._num_changes_seen = 0
@@ -135,12 +140,14 @@ class Rebalancer:
         self._names: frozenset[str] = frozenset()
         """The names of the instances for which `_num_left` was set."""
         self._other_names: tuple[frozenset[str], float] = (frozenset(), math.inf)
-        """The names of the present instances, and the time since when they differ from `_names`; infinite if
-        they do not."""
+        """The names of the present instances, and the time since when they differ from `_names`.
+
+        The time is infinite if they do not differ.
+        """
         self._num_left = 0
-        """The number of further changes that are allowed while load and instances stay the same."""
+        """The number of further changes that are allowed for this load and these instances."""
         self._direction: Role | None = None
-        """The role after the latest change for this load and these instances; None before the first."""
+        """The new role in the latest change for this load and these instances; None before a change."""
 
     def is_time(self, now_s: float) -> bool:
         """Return whether it is time to call `decide`, which is every few seconds."""
@@ -180,7 +187,7 @@ class Rebalancer:
         return change
 
     def refused(self, why: str) -> None:
-        """Record that the latest change could not be carried out, for the reason `why`."""
+        """Record that the latest change was refused for the reason `why`."""
         self.decisions[-1].outcome = Outcome(0.0, note=why)
 
     def _is_known(self, load: OfferedLoad) -> bool:
@@ -198,8 +205,7 @@ class Rebalancer:
             self._other_names = (names, now_s)
 
     def _renew(self, work: Work, names: frozenset[str], now_s: float) -> None:
-        """Reset the limit of changes if the load has changed, or if the set of instances has changed for
-        good."""
+        """Reset the limit of changes if the load has changed, or the instances have changed for good."""
         same, since_s = self._same, self._other_names[1]
         are_others = now_s - since_s >= _OTHERS_AFTER_S
         if same is None or are_others or not all(map(self._is_same, work, same)):
@@ -216,7 +222,7 @@ class Rebalancer:
         return max(found, key=lambda change: change.benefit_s, default=None)
 
     def _change(self, state: State, able: DivisionCapacity, role: Role, now_s: float) -> Change | None:
-        """Return the change of one instance to this role; None if none pays, or no instance can be spared."""
+        """Return the best change of one instance to this role; None if no change pays or is possible."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
             return None  # it would be taken back though the load is the same
@@ -244,16 +250,19 @@ class Rebalancer:
         return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
     def _is_risky(self, load: OfferedLoad) -> bool:
-        """Return whether a further change would be risky: this load has led to a change already, has not
-        lasted long, and it is unknown how long loads last."""
+        """Return whether a further change would be risky.
+
+        It is, if all of these hold: this load has already led to a change, it has not lasted long, and it is
+        unknown how long loads last.
+        """
         is_another = self._num_changes_decided == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
     def _served(self, able: DivisionCapacity, division: Division) -> float:
         """Return the share of the expected requests, from 0 to 1, that a division serves.
 
-        Expected are requests of the present load, of earlier loads that were like it, and of earlier loads
-        that were too brief for a change, each in proportion to its duration.
+        The expected requests are those of the present load, of similar earlier loads, and of earlier loads
+        that were too brief for a change. Each load counts in proportion to its duration.
         """
         expected = [(able, able.load.window_s)]
         for past in self._persistence.past:
@@ -270,8 +279,8 @@ class Rebalancer:
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
         """Return the instance of a role that can best be spared; None if there is none.
 
-        Its requests must fit the other instances. Of several such instances, the one with the least to move
-        is taken.
+        Its requests must fit on the other instances. Among several such instances, it is the one with the
+        least to move.
         """
         members, failed_s = state.serving(role), now_s - _AGAIN_AFTER_S
         failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
@@ -295,8 +304,10 @@ class Rebalancer:
     # -- what came of it ----------------------------------------------------------------------------
 
     def _follow(self, state: State, now_s: float) -> None:
-        """Record which changes are complete, and the outcome of changes that were completed `_EVALUATED_S`
-        seconds ago."""
+        """Record which changes are complete, and the outcomes that are known by now.
+
+        An outcome is known `_EVALUATED_S` seconds after its change.
+        """
         members = {member.name: member for member in state.members}
         for decision in self.decisions:
             if decision.outcome is not None:
@@ -311,7 +322,7 @@ class Rebalancer:
     def _follow_open(self, decision: Decision, member: Member | None, now_s: float) -> None:
         """Record the end of a pending change, if it has ended.
 
-        A change that took too long has ended, too: `conductor.membership.roles` has undone it.
+        A change that took too long counts as ended: `conductor.membership.roles` has undone it.
         """
         took_s = now_s - decision.at_s
         if member is None:
@@ -326,8 +337,10 @@ class Rebalancer:
 
 
 def _least_to_lose(member: Member) -> tuple[float, float]:
-    """Return the sort key of instances to spare: by KVCache tokens (decode) or queue seconds (prefill), then
-    by utilisation, the least first."""
+    """Return the sort key of instances to spare, least to lose first.
+
+    The key is the number of KVCache tokens (decode) or the queue in seconds (prefill), then the utilisation.
+    """
     used = 0.0 if member.used is None else member.used.utilisation
     if member.batch is None:
         return member.queue_s, used

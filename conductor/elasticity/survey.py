@@ -22,13 +22,13 @@ from mooncake.messages.costs import Costs
 from mooncake.messages.workers import STAGES, InstanceState, Role
 
 _HEARTBEAT_S = 1.5
-"""The largest normal age of a heartbeat in seconds."""
+"""The largest age in seconds that a heartbeat normally has."""
 _SANE = (0.5, 2.0)
-"""The bounds to which the ratio of the TBT in a heartbeat to the predicted one is limited."""
+"""The bounds of the ratio of a heartbeat's TBT to the predicted TBT."""
 
 
 class Survey:
-    """Reader of the registry's cluster state for the rules of elasticity."""
+    """Reads the cluster's state for the rules of elasticity."""
 
     def __init__(self, requests: Requests, migrations: Migrations, modules: Modules) -> None:
         self._requests, self._migrations, self._modules = requests, migrations, modules
@@ -111,8 +111,8 @@ class Survey:
     def _changeable(self) -> set[str]:
         """Return the names of the instances whose role the rebalancer may change.
 
-        Instances with both roles keep them, and so do owners and helpers of moved modules. The last instance
-        of a role that holds the longest sequences of the cluster keeps its role, too.
+        Instances with both roles keep them. Owners and helpers of moved modules keep their roles. So does the
+        last instance of a role that can hold the cluster's longest sequences.
         """
         instances, longest = self._instances, self._instances.max_sequence_blocks()
         holding = {
@@ -140,7 +140,7 @@ class Survey:
         return num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
 
     def may_need_moves(self) -> bool:
-        """Return whether some rule might ask for a move. This check is cheap, and mostly returns False."""
+        """Return whether a rule might ask for a move. The check is cheap, and mostly returns False."""
         view, loads = self._view, self._view.loads
         slo_s = self._requests.strictest_tbt_slo_s
         for instance in self._instances:
@@ -157,7 +157,7 @@ class Survey:
         return False
 
     def capacity(self, batches: list[InstanceBatch], tbt_slo_s: float | None) -> DecodeCapacity | None:
-        """Return the decode capacity of a mean instance; None without a decode instance."""
+        """Return the decode capacity of a mean instance; None if there is no decode instance."""
         pool = self._view.decode_pool()
         if pool is None:
             return None
@@ -165,7 +165,7 @@ class Survey:
         residents = [of for batch in batches for of in batch.residents]
         num_prompt_tokens = sum(of.num_prompt_tokens for of in residents)
         num_tokens = sum(of.num_tokens for of in residents)
-        # Costs are learned by tokens of prompts, and contain what outputs add to these.
+        # Costs are learned per prompt token, and so contain the time that output tokens add.
         share = num_prompt_tokens / num_tokens if num_tokens else 1.0
         costs = pool.mean_costs._replace(second_s=share * pool.mean_costs.second_s)
         prefill_costs, layout = self._view.mean_prefill_costs(), self._view.layout
@@ -191,8 +191,9 @@ def _waiting_for_pages(
 ) -> list[TrackedRequest]:
     """Return the requests that wait for device pages of this instance.
 
-    The latest heartbeat counts the requests that are in the batch, and those that wait for its TBT to fall.
-    If decode of more requests began before the heartbeat, the latest of them are assumed to wait for pages.
+    The latest heartbeat counts the requests in the batch, and the requests that wait for the batch's TBT to
+    fall. If more requests had begun decode before the heartbeat, the latest of them are assumed to wait for
+    pages.
     """
     heartbeat = instance.heartbeat
     if heartbeat is None:
@@ -208,7 +209,7 @@ def _waiting_for_pages(
 def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> RunningAnswer:
     """Return the answer of a request that is being or was decoded, with `num_tokens` at time `at_s`.
 
-    Its kind is that of the client's prompt and limit, without the outputs of earlier attempts.
+    Its kind follows from the client's prompt and limit, without the outputs of earlier attempts.
     """
     request, began_s = tracked.request, tracked.placed.decode_began_s
     assert began_s is not None
@@ -222,8 +223,7 @@ def _costs_at(view: ClusterView, slot: int) -> Costs:
 
 
 def _measured_by_predicted(instance: Instance, batch: InstanceBatch) -> float:
-    """Return the ratio of the TBT in the latest heartbeat to the predicted TBT; 1 if they are not
-    comparable."""
+    """Return the ratio of the latest heartbeat's TBT to the predicted TBT; 1 if they cannot be compared."""
     load = None if instance.heartbeat is None else instance.heartbeat.decode_load
     if load is None or load.tbt_s is None or not batch.residents or load.num_requests != batch.size:
         return 1.0

@@ -1,1 +1,1 @@
-"""Moves of running requests between decode instances: a rule for each reason, and limits of their number."""
+"""Moves of running requests between decode instances: a rule for each reason, and limits on their number."""

@@ -1,4 +1,4 @@
-"""The batches of decode instances as rules see them: values of which a rule may make changed copies.
+"""The batches of decode instances, as values of which rules can make changed copies.
 
 Owns: predictions for a batch with or without a request. Does not know: where the figures come from
 (`conductor.elasticity.survey`), why a request moves.
@@ -13,10 +13,10 @@ from mooncake.messages.costs import Costs, batch_share, tbt_margin_s
 DESTINATION_SHARE = 0.9
 """The largest share of a TBT SLO that a move may fill at its destination.
 
-The rest keeps the destination from needing relief next.
+A full destination would be the next instance that needs relief.
 """
 _ROOM_SHARE = 0.95
-"""The largest share of a destination's device pages that a move may fill, as every request grows."""
+"""The largest share of a destination's device pages that a move may fill. Requests grow afterwards."""
 
 
 class Resident(NamedTuple):
@@ -25,9 +25,9 @@ class Resident(NamedTuple):
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """The estimated number of tokens drawn so far: workers report tokens to fronts, not to the Conductor."""
+    """The estimated number of tokens drawn so far. Workers report tokens to fronts, not to the Conductor."""
     max_num_tokens: int
-    """Tokens of the prompt and of the longest output that the request may have."""
+    """Tokens of the prompt and of the longest output that is allowed."""
     tbt_slo_s: float | None = None
     priority: int = 0
     """The request's order number: lower goes first."""
@@ -35,40 +35,40 @@ class Resident(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output, whose KVCache has to move with the request."""
+        """Tokens of prompt and output. Their KVCache must move with the request."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 
 class Coming(NamedTuple):
-    """A request that is assigned to a decode instance and not decoded there yet."""
+    """A request that is assigned to a decode instance and is not decoded there yet."""
 
     request_id: str
     num_prompt_tokens: int
     tbt_slo_s: float | None = None
     priority: int = 0
     has_waited_s: float = 0.0
-    """Seconds for which the request has waited only for device pages."""
+    """Seconds for which the request has been waiting for device pages and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceBatch:
-    """The requests of one decode instance, and the predictions for them."""
+    """The requests of one decode instance, with predictions for them."""
 
     instance: str
     residents: tuple[Resident, ...]
     costs: Costs
-    """Learned seconds of an iteration, as a polynomial in requests and tokens of their prompts."""
+    """Learned seconds of an iteration, as a polynomial in requests and in tokens of their prompts."""
     max_batch: int
     max_sequence_tokens: int
-    """Tokens of the longest sequence that fits into the instance when it is idle."""
+    """Tokens of the longest sequence that fits into the idle instance."""
     num_device_tokens: int
     num_free_tokens: int
-    """Tokens of KVCache for which the device has free pages, those at a helper included."""
+    """Tokens of KVCache for which the device or a helper has free pages."""
     coming: tuple[Coming, ...] = ()
     correction: float = 1.0
     """Measured TBT divided by predicted TBT, from the latest heartbeat."""
     num_tokens_at_helper: int = 0
-    """Tokens of KVCache for which a helper has pages. A request that moves here gets none of these pages."""
+    """Tokens of KVCache for which a helper has pages. A request that moves here cannot use these pages."""
     takes_requests: bool = True
     """Whether the instance may be a destination; False while it drains."""
 
@@ -109,8 +109,10 @@ class InstanceBatch:
         return bool(slos_s) and self.tbt_s > min(slos_s)
 
     def is_within(self, share: float = 1.0) -> bool:
-        """Return whether the predicted TBT with all coming requests is within `share` of the strictest SLO;
-        without an SLO, whether all requests have a batch slot."""
+        """Return whether the predicted TBT with all coming requests is within `share` of the strictest SLO.
+
+        Without an SLO: return whether all requests have a batch slot.
+        """
         if self.tbt_slo_s is None:
             return self.size <= self.max_batch
         tbt_s = self.full_tbt_s
@@ -122,8 +124,10 @@ class InstanceBatch:
         return sum(of.num_prompt_tokens for of in self.coming)
 
     def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
-        """Return whether the request may move to this instance: a slot and pages of its own are free, and the
-        batch stays within `share` of its SLO."""
+        """Return whether the request can move to this instance.
+
+        It can, if a batch slot and device pages are free, and the batch stays within `share` of its SLO.
+        """
         if not self.takes_requests or self.size >= self.max_batch:
             return False
         if resident.max_num_tokens > self.max_sequence_tokens:
@@ -145,7 +149,7 @@ class InstanceBatch:
         return replace(self, residents=residents, num_free_tokens=free)
 
     def fixing(self, request_ids: Collection[str]) -> "InstanceBatch":
-        """Return the batch with these requests marked as ones that may not move."""
+        """Return the batch with these requests marked as requests that may not move."""
         if not any(of.request_id in request_ids for of in self.residents):
             return self
         residents = tuple(
@@ -157,8 +161,7 @@ class InstanceBatch:
 def destination_of(
     resident: Resident, batches: list[InstanceBatch], source: str, share: float = DESTINATION_SHARE
 ) -> InstanceBatch | None:
-    """Return the batch that would have the least TBT with the request, among the batches that may take it;
-    None if none may."""
+    """Return the batch that would have the least TBT with the request; None if no batch may take it."""
     able = [batch for batch in batches if batch.instance != source and batch.may_take(resident, share)]
     return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
 
@@ -166,7 +169,7 @@ def destination_of(
 def moved(
     batches: list[InstanceBatch], resident: Resident, source: str, destination: str
 ) -> list[InstanceBatch]:
-    """Return the batches as they are after a move."""
+    """Return the batches as they are after the request has moved."""
     return [
         batch.without(resident)
         if batch.instance == source

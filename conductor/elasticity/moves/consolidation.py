@@ -1,9 +1,8 @@
-"""Consolidation: the requests of one instance move to the others, so that the instance is free for another
-use.
+"""Consolidation: the requests of one instance move to other instances, so that it is free for another use.
 
-Llumnix (OSDI 2024, section 4.4): an instance that is to end, or is wanted for another use, counts as full, so
-its requests are moved away. Here requests are consolidated only if an instance is wanted empty: otherwise the
-next requests would be placed there at once, as an empty instance has the least TBT.
+In Llumnix (OSDI 2024, section 4.4) an instance that is to end, or is wanted for another use, counts as full,
+so its requests are moved away. Here requests are consolidated only if an instance is wanted empty. Otherwise
+the next requests would be placed there at once, as an empty instance has the least TBT.
 
 Owns: whether this is possible. Does not know: who wants an empty instance, how requests move.
 """
@@ -16,8 +15,8 @@ from conductor.elasticity.moves.batches import InstanceBatch, destination_of, mo
 def can_be_emptied(source: InstanceBatch, batches: list[InstanceBatch]) -> bool:
     """Return whether all requests that `source` decodes fit into the other batches without breaking an SLO.
 
-    Long requests are assigned first, as they fit on fewer instances. Coming requests of any instance do not
-    count: by the time that they are decoded, other requests will have ended.
+    Long requests are assigned first, as they fit on fewer instances. Coming requests do not count on any
+    instance: when they are decoded, other requests will have ended.
     """
     batches = [replace(batch, coming=()) for batch in batches]
     for resident in sorted(source.residents, key=lambda of: -of.num_tokens):

@@ -1,7 +1,7 @@
-"""Defragmentation: device pages for one long request that waits beside an instance's short ones.
+"""Defragmentation: short requests move away, so that a long request finds device pages on one instance.
 
-Llumnix (OSDI 2024, section 4.4): the free pages of a cluster may suffice for a request that fits on none of
-its instances. Requests are moved away from the instance at which it waits until it fits there.
+The free pages of a cluster may suffice for a request that fits on none of its instances (Llumnix, OSDI 2024,
+section 4.4). Requests are moved away from the instance at which the long request waits until it fits there.
 
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
@@ -11,13 +11,13 @@ from conductor.elasticity.moves.limits import Move
 from conductor.view.decision_stats import MigrationReason
 
 LEAST_WAIT_S = 2.0
-"""Seconds for which a request waits before others move for it; most get device pages without a move."""
+"""Seconds for which a request waits before other requests move for it. Most get pages without a move."""
 
 
 def defragment(batches: list[InstanceBatch]) -> list[Move]:
-    """Return, for each instance with waiting requests, the moves that free device pages for the longest one.
+    """Return the moves that free device pages for the longest waiting request of each instance.
 
-    An instance on which moves would not free enough pages is left as it is.
+    There are no moves for an instance on which they would not free enough pages.
     """
     moves = []
     for source in batches:
@@ -32,8 +32,7 @@ def defragment(batches: list[InstanceBatch]) -> list[Move]:
 
 
 def _waiting(batch: InstanceBatch) -> Coming | None:
-    """Return the request with the longest prompt that waits for device pages of this instance; None if none
-    waits."""
+    """Return the request with the longest prompt that waits for device pages here; None if none waits."""
     stuck = [
         of
         for of in batch.coming
@@ -43,7 +42,7 @@ def _waiting(batch: InstanceBatch) -> Coming | None:
 
 
 def _make_room(source: InstanceBatch, waiting: Coming, batches: list[InstanceBatch]) -> list[Move]:
-    """Return few moves that together free enough pages; none if there are no such moves."""
+    """Return a few moves that together free enough pages; none if that is impossible."""
     num_missing, moves = waiting.num_prompt_tokens - source.num_free_tokens, list[Move]()
     movable = sorted((of for of in source.residents if of.may_move), key=lambda of: of.num_tokens)
     while num_missing > 0 and movable:

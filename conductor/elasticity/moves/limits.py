@@ -1,6 +1,6 @@
-"""Moves of running requests between decode instances, and limits of how often requests move.
+"""Moves of running requests between decode instances, and the limits on how often requests move.
 
-Owns: the result of a rule, hysteresis. Does not know: why a request should move, how it moves.
+Owns: the value that a rule returns, hysteresis. Does not know: why a request should move, how it moves.
 """
 
 from collections import Counter
@@ -10,10 +10,9 @@ from conductor.elasticity.moves.batches import InstanceBatch
 from conductor.view.decision_stats import MigrationReason
 
 AGAIN_AFTER_S = 10.0
-"""Seconds after a request's move in which it does not move again."""
+"""Seconds after a request's move in which the request does not move again."""
 SETTLE_S = 2.0
-"""Seconds after a move to or from an instance in which rules ignore the instance, as its figures are from
-before the move."""
+"""Seconds after a move in which rules ignore its two instances, as their figures are older than the move."""
 MOST_AT_ONCE = 4
 """The most moves that may be in flight in the cluster at the same time."""
 MOST_OF_SOURCE = 1
@@ -21,7 +20,7 @@ MOST_OF_SOURCE = 1
 
 
 class Move(NamedTuple):
-    """A running request, with the decode instance that it leaves and the instance to which it moves."""
+    """The move of a running request from one decode instance to another."""
 
     request_id: str
     source: str
@@ -32,7 +31,7 @@ class Move(NamedTuple):
 class RecentMoves:
     """The moves of the last seconds, which limit further moves.
 
-    Copies take bandwidth, and a wrong prediction would be repeated.
+    Limits are needed because copies take bandwidth, and because a wrong prediction would be repeated.
     """
 
     def __init__(self) -> None:
@@ -47,13 +46,12 @@ class RecentMoves:
         self._touched_s[move.source] = self._touched_s[move.destination] = now_s
 
     def forget(self, now_s: float) -> None:
-        """Forget moves that are too old for any limit."""
+        """Forget moves that are too old to matter for any limit."""
         self._moved_s = _since(self._moved_s, now_s - AGAIN_AFTER_S)
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
     def settled(self, batches: list[InstanceBatch], now_s: float) -> list[InstanceBatch]:
-        """Return the batches that rules may use; requests that have just moved are marked in them as ones
-        that may not move."""
+        """Return the batches that rules may use, with requests that have just moved marked as fixed."""
         return [
             batch.fixing(self._moved_s)
             for batch in batches
@@ -61,7 +59,7 @@ class RecentMoves:
         ]
 
     def within(self, moves: list[Move], in_flight: Counter[str]) -> list[Move]:
-        """Return those of these moves that the limits allow, beside the migrations in flight.
+        """Return the moves that the limits allow in addition to the migrations in flight.
 
         Args:
             moves: The moves that rules want, the most urgent first.

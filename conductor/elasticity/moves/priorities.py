@@ -1,8 +1,8 @@
 """Priority: requests of lower classes leave batches in which a stricter class has little headroom.
 
-Llumnix (OSDI 2024, section 4.3): instances keep headroom for requests of high execution priority; other
-requests are moved away as soon as headroom is short. Relief waits until an SLO is missed; this rule moves
-lower classes away before.
+In Llumnix (OSDI 2024, section 4.3) instances keep headroom for requests of high execution priority; other
+requests are moved away as soon as headroom is short. The rule of relief waits until an SLO is missed. This
+rule moves lower classes away earlier.
 
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
@@ -16,8 +16,11 @@ HEADROOM_SHARE = 0.85
 
 
 def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the move of one lower-class request from each batch with little headroom for its strictest
-    class, to a batch without that class."""
+    """Return moves that give the strictest class of a batch more headroom.
+
+    From each batch with little headroom one request of a lower class moves to a batch without the strictest
+    class.
+    """
     moves = []
     for source in batches:
         first, others = _classes(source)
@@ -37,12 +40,12 @@ def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
 
 
 def _classes(batch: InstanceBatch) -> tuple[list[Resident], list[Resident]]:
-    """Return the batch's requests of the lowest priority number, and its other requests that may move."""
+    """Return the batch's requests with the lowest priority number, and its other requests that may move."""
     least = min((of.priority for of in batch.residents), default=0)
     first = [of for of in batch.residents if of.priority == least]
     return first, [of for of in batch.residents if of.priority > least and of.may_move]
 
 
 def _has(batch: InstanceBatch, resident: Resident) -> bool:
-    """Return whether the batch has requests of the resident's priority number, or of a lower one."""
+    """Return whether the batch has requests with the resident's priority number or a lower one."""
     return any(of.priority <= resident.priority for of in batch.residents)

@@ -1,8 +1,8 @@
 """Relief: an instance that misses the strictest TBT SLO of its batch moves away its cheapest request.
 
-Llumnix (OSDI 2024, section 4.4): "load balancing" pairs instances of little freeness with instances of much,
-and moves requests of low priority and short sequences first, as the time of a copy grows with the sequence.
-Here an instance is a source only if it is predicted to miss an SLO, and the cost of a copy is its number of
+In Llumnix (OSDI 2024, section 4.4) "load balancing" pairs the least free instances with the most free ones.
+Requests of low priority and short sequences move first, as the time of a copy grows with the sequence. Here
+an instance is a source only if it is predicted to miss an SLO, and the cost of a copy is its number of
 tokens.
 
 Owns: this rule. Does not know: how often requests may move, how they move.
@@ -14,7 +14,7 @@ from conductor.view.decision_stats import MigrationReason
 
 
 def relieve(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the move of one request from each batch that misses an SLO, the largest miss first."""
+    """Return the move of one request from each batch that misses an SLO, largest miss first."""
     moves = []
     for source in sorted(filter(lambda batch: batch.is_late, batches), key=_lateness, reverse=True):
         found = _cheapest(source, batches)
@@ -30,7 +30,7 @@ def relieve(batches: list[InstanceBatch]) -> list[Move]:
 def _cheapest(source: InstanceBatch, batches: list[InstanceBatch]) -> tuple[Resident, InstanceBatch] | None:
     """Return the request whose move costs least, and its destination; None if no move is possible.
 
-    A request whose move alone ends the miss is preferred to a cheaper one whose move does not.
+    A request whose move alone ends the miss is preferred, even if the move of another request is cheaper.
     """
     by_cost = sorted((of for of in source.residents if of.may_move), key=_cost)
     enough = [of for of in by_cost if not source.without(of).is_late]
