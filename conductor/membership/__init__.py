@@ -1,1 +1,1 @@
-"""The membership of instances: joining, changes of role, leaving, and the effects on their requests."""
+"""Instances that join, change roles and leave, and the effects on their requests."""

@@ -1,9 +1,9 @@
 """Emptying of instances that drain or switch their role.
 
-No more requests are placed on such an instance. Queued requests are placed on others, running prefills end,
-and running decodes migrate to instances that have room for them, or end where they are.
+No further request is placed on such an instance. Its queued requests are placed on other instances, and its
+running prefills end. Its running decodes migrate to instances that have room for them, or end where they are.
 
-Owns: how an instance is emptied. Does not know: why, what happens to the instance then.
+Owns: how an instance is emptied. Does not know: why it is emptied, what happens to it then.
 """
 
 from conductor.effects import Effect
@@ -16,18 +16,18 @@ from mooncake.messages.workers import InstanceState
 
 
 class Emptier:
-    """The component that takes requests away from instances that drain or switch."""
+    """Takes requests away from instances that drain or switch their role."""
 
     def __init__(self, requests: Requests, placer: Placer, migrations: Migrations) -> None:
         self._requests, self._placer, self._migrations = requests, placer, migrations
         self._instances, self._view = requests.instances, requests.view
         self._num_released = 0
-        """The registry's number of releases when instances were last emptied."""
+        """The registry's number of releases at the latest try to empty instances."""
 
     def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
         """Stop placing requests on the instance, and return its progress. The caller calls `go_on` next.
 
-        Returns None, and does nothing, if the instance's state does not allow it.
+        If the instance's state forbids it, returns None and changes nothing.
         """
         if not self._instances.begin_emptying(instance, state, now_s):
             return None
@@ -35,13 +35,13 @@ class Emptier:
         return instance.emptying
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Retry moving requests that had no room elsewhere. To be called about twice a second."""
+        """Move requests that had no room elsewhere before. The caller should call it about twice a second."""
         effects = [effect for one in self._instances.emptying for effect in self.go_on(one, now_s)]
         self._num_released = self._requests.num_released
         return effects
 
     def retry(self, now_s: float) -> list[Effect]:
-        """Retry moving requests if other requests have left instances since the last try."""
+        """Move requests that had no room elsewhere, if a request has left an instance since the last try."""
         return self.tick(now_s) if self._num_released != self._requests.num_released else []
 
     def go_on(self, instance: Instance, now_s: float) -> list[Effect]:
@@ -63,7 +63,7 @@ class Emptier:
         return effects
 
     def end(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Return the instance to service. Does nothing if the instance is going to end by itself."""
+        """Return the instance to service. Does nothing to an instance whose worker was told to end."""
         if not self._instances.serve(instance):
             return []
         self._view.open(instance)

@@ -1,4 +1,4 @@
-"""Instances that join the cluster: their registration, and what follows from it.
+"""Instances that join the cluster: their registration and its effects.
 
 Owns: an instance's way into the cluster. Does not know: sockets, how a request is placed, how an instance
 leaves (`conductor.membership.leaving`) or is lost (`conductor.membership.losses`).
@@ -18,18 +18,18 @@ from mooncake.messages.workers import Register, Registered, RegisterRefused, Ret
 
 
 class Joining:
-    """The component that registers instances, or refuses them.
+    """Registers instances, or refuses them.
 
     Args:
         fingerprint: The model's fingerprint, which each instance must have.
-        profiled_device: The device on which each instance must compute; None for any.
-        fronts: The fronts, which are told of new instances.
+        profiled_device: The device on which each instance must compute; None for any device.
+        fronts: The fronts, which get messages about new instances.
         requests: The registry.
         placer: The component that places waiting requests on a new instance.
         reports: The handlers of workers' reports.
         losses: The component that removes the previous life of an instance.
         resumption: The component that matches requests of an earlier Conductor.
-        roles: The roles that instances were given.
+        roles: The component that knows the roles that instances were given.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Joining:
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
 
     def register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
-        """Register an instance, or refuse it. Returns the answer and what follows from it."""
+        """Register an instance, or refuse it. Returns the answer and the messages that follow from it."""
         earlier = self._instances.get(register.instance)
         if earlier is not None and earlier.registration.incarnation > register.incarnation:
             refusal = f"a newer {register.instance} is registered; give each instance its own --instance"
@@ -99,7 +99,7 @@ class Joining:
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
-    """Return whether an instance repeats its registration over another connection, as the first broke."""
+    """Return whether an instance repeats its registration over another connection, as the first one broke."""
     return (
         earlier is not None
         and earlier.identity == sender

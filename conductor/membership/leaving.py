@@ -1,5 +1,7 @@
-"""Draining of instances: their requests, and blocks that only they hold, go to other instances, modules go
-back to their owners, and the instances leave.
+"""Draining of instances, which then leave.
+
+Their requests, and the blocks that only they hold, go to other instances. Modules that they host go back to
+their owners.
 
     SERVING, SWITCHING ──> DRAINING ──> RETIRED, when nothing is left
                                     ──> SERVING, if the order is taken back
@@ -21,7 +23,7 @@ from mooncake.messages.workers import InstanceState, Retired
 
 
 class Leaving:
-    """The component that drains the registry's instances."""
+    """Drains the registry's instances."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Leaving:
         self._instances = requests.instances
 
     def why_not(self, instance: Instance, *, force: bool = False) -> str:
-        """Return why an instance may not be drained; empty if it may, or drains already."""
+        """Return why an instance cannot be drained; empty if it can, or if it drains already."""
         if force or instance.state not in (InstanceState.SERVING, InstanceState.SWITCHING):
             return ""
         stage = self._instances.stage_lost_without(instance)
@@ -46,11 +48,11 @@ class Leaving:
         return f"{instance.name} is the last instance for {stage.value}; `force` drains it all the same"
 
     def order(self, instance: Instance, now_s: float, *, leaves: bool) -> list[Effect]:
-        """Drain an instance by order of an operator, who may change the order while the instance drains."""
+        """Drain an instance by order of an operator. A later order can change `leaves` while it drains."""
         return self._drain(instance, InstanceState.DRAINING, now_s, leaves=leaves)
 
     def retire(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Drain an instance whose worker has been told to end. No effects if it drains already."""
+        """Drain an instance whose worker has been told to end. The instance cannot return to service."""
         return self._drain(instance, InstanceState.RETIRING, now_s, leaves=True)
 
     def _drain(self, instance: Instance, state: InstanceState, now_s: float, *, leaves: bool) -> list[Effect]:
@@ -68,12 +70,14 @@ class Leaving:
         return effects + self.go_on(now_s) + self.settle()
 
     def serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Cancel an order to drain. No effects if the instance is going to end by itself."""
+        """Cancel an order to drain. An instance whose worker was told to end goes on draining."""
         return self._emptier.end(instance, now_s) + self.go_on(now_s) + self._fronts.tell()
 
     def go_on(self, now_s: float) -> list[Effect]:
-        """Order copies of leaving instances' blocks, as far as there is room, and the return of modules that
-        draining instances host. To be called about twice a second."""
+        """Order copies of leaving instances' blocks, and the return of modules that draining instances host.
+
+        Copies are limited by the room for them. The caller should call it about twice a second.
+        """
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
         effects = self._evacuation.go_on(leaving, now_s)
         for instance in self._instances.emptying:
@@ -81,7 +85,7 @@ class Leaving:
         return effects
 
     def settle(self) -> list[Effect]:
-        """Retire the leaving instances that have no requests, no blocks to copy, and no modules of others."""
+        """Retire the leaving instances that have no requests, no blocks to copy, and no hosted modules."""
         effects: list[Effect] = []
         for instance in self._instances.emptying:
             emptying = instance.emptying

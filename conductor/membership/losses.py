@@ -1,4 +1,4 @@
-"""Instances that are lost: they leave the registry and the view, and their requests go on elsewhere.
+"""Lost instances: they are removed from the registry and the view, and their requests go on elsewhere.
 
 Owns: what is removed with a lost instance. Does not know: how a loss is noticed (`tick`, `peer_gone` and
 `Leave` in `conductor.policy`, a new life in `conductor.membership.joining`), how a request is placed.
@@ -15,7 +15,7 @@ from mooncake.messages.workers import InstanceState
 
 
 class Losses:
-    """The component that removes lost instances from the registry's cluster."""
+    """Removes lost instances from the registry's cluster."""
 
     def __init__(
         self,
@@ -31,12 +31,12 @@ class Losses:
     def drop(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
         """Remove lost instances and place their requests again. Returns the messages that follow.
 
-        All lost instances are removed before the first request is placed, so that none is placed on a lost
-        instance.
+        All lost instances are removed before the first request is placed, so that no request is placed on one
+        of them.
 
         Args:
-            lost: The instances.
-            reason: The text behind an instance's name in the errors of its requests.
+            lost: The lost instances.
+            reason: The text that follows an instance's name in the errors of its requests.
             now_s: The time.
         """
         for instance in lost:

@@ -1,6 +1,6 @@
 """The orders that move modules of decode instances to helpers (BanaServe, section 4.1).
 
-An instance reports the place of its modules in heartbeats, so that another Conductor knows it too.
+Heartbeats report the place of an instance's modules, so that a later Conductor knows the place too.
 
 Owns: which orders are refused, the numbers of orders. Does not know: how modules move.
 """
@@ -18,16 +18,16 @@ _ALL_BACK = ModulesPart()
 
 
 class Modules:
-    """The modules of the registry's instances that are at helpers. `epoch` is the Conductor's."""
+    """The modules of registered instances that are at helpers. `epoch` is the Conductor's epoch."""
 
     def __init__(self, epoch: int, instances: Instances) -> None:
         self._epoch, self._instances = epoch, instances
         self._numbers = itertools.count(1)
 
     def why_not(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> str:
-        """Return why a part cannot move to a helper; empty if it can.
+        """Return why a part of `owner` cannot move to `helper`; empty if it can.
 
-        With nothing: return why the modules at the helper cannot move back.
+        For an empty `part`: return why the modules at the helper cannot move back.
         """
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
@@ -61,9 +61,10 @@ class Modules:
         return ""
 
     def order(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> list[Effect]:
-        """Return the order that moves a part to a helper.
+        """Return the order that moves a part of `owner` to `helper`.
 
-        With nothing, the order moves all modules back. `why_not` must have returned an empty text.
+        For an empty part, it is the order to move all modules back. `why_not` must have returned an empty
+        text before.
         """
         address = _address_of(owner, helper)
         order = PlaceModules(self._epoch, next(self._numbers), helper.name, address, part)
@@ -71,9 +72,10 @@ class Modules:
         return [Effect(owner.identity, order)]
 
     def call_back(self, helper: Instance) -> list[Effect]:
-        """Order all modules at a helper back, as the helper is about to leave.
+        """Order all modules at a helper back to their owners, as the helper is about to leave.
 
-        To be called until no module is left: an owner may have another order to carry out first, or refuse.
+        The caller repeats the call until no module is left. An owner may refuse, or may have another order to
+        carry out first.
         """
         owners = [owner for owner in self._instances if place_of(owner).helper == helper.name]
         return [
@@ -84,7 +86,7 @@ class Modules:
         ]
 
     def owners_at(self, helper: Instance) -> list[str]:
-        """Return the names of the instances that have modules at a helper, or are moving them there."""
+        """Return the names of the instances whose modules are at a helper, or are moving there."""
         return [
             owner.name
             for owner in self._instances
@@ -92,8 +94,10 @@ class Modules:
         ]
 
     def why_busy(self, instance: Instance) -> str:
-        """Return why an instance must keep its role: its modules are at a helper, or it hosts modules; empty
-        if it need not."""
+        """Return why an instance must keep its role; empty if it can change.
+
+        It must while its modules are at a helper, or while it hosts modules.
+        """
         if place_of(instance).are_elsewhere:
             return where(instance)
         if owners := self.owners_at(instance):
@@ -101,7 +105,7 @@ class Modules:
         return ""
 
     def heard(self, instance: Instance, before: Heartbeat | None) -> bool:
-        """Record from a heartbeat where modules are, and that an order has been carried out.
+        """Record from a heartbeat where the instance's modules are, and whether an order was carried out.
 
         Returns whether the instance's number of device pages, or its helper, has changed.
         """
@@ -129,7 +133,7 @@ def place_of(instance: Instance) -> ModulesPlace:
 
 
 def where(instance: Instance) -> str:
-    """Return a text about the place of an instance's modules."""
+    """Return a text that tells where an instance's modules are."""
     place = place_of(instance)
     if place.is_moving:
         return f"modules of {instance.name} are moving"
@@ -152,11 +156,11 @@ def _why_too_many(layout: KVLayout, part: ModulesPart) -> str:
 
 
 def _address_of(owner: Instance, helper: Instance) -> str:
-    """Return the address at which an owner reaches its helper; empty if it cannot."""
+    """Return the address at which an owner reaches its helper; empty if it cannot reach the helper."""
     support = helper.registration.modules
     return support.socket if host_of(owner) == host_of(helper) else support.endpoint
 
 
 def host_of(instance: Instance) -> str:
-    """Return the host of an instance's messenger."""
+    """Return the id of the host on which an instance's messenger runs."""
     return instance.registration.shards[0].messenger.host_id

@@ -24,7 +24,7 @@ from mooncake.messages.workers import InstanceState
 
 
 class Operators:
-    """The component that carries out or refuses the orders of operators."""
+    """Carries out or refuses the orders of operators."""
 
     def __init__(
         self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations, modules: Modules
@@ -33,9 +33,9 @@ class Operators:
         self._migrations, self._modules = migrations, modules
 
     def on_order(self, sender: bytes, order: OperatorOrder, now_s: float) -> list[Effect]:
-        """Carry out or refuse an order of an operator from the front `sender`.
+        """Carry out or refuse an order that an operator has sent through the front `sender`.
 
-        Returns the answer and what follows.
+        Returns the answer and the messages that follow from the order.
         """
         if isinstance(order, ListInstances):
             all_of_them = [status_of(instance, now_s) for instance in self._instances]
@@ -78,7 +78,7 @@ class Operators:
 
 
 def status_of(instance: Instance, now_s: float) -> InstanceStatus:
-    """Return an instance's status as operators see it."""
+    """Return an instance's status for operators."""
     emptying = instance.emptying or Emptying(now_s)
     return InstanceStatus(
         instance.name,

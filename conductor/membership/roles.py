@@ -1,11 +1,11 @@
-"""Roles of instances, which the Conductor changes while they run (Splitwise's mixed pool, section 4).
+"""Roles of instances. The Conductor changes roles while instances run (Splitwise's mixed pool, section 4).
 
     SERVING ──> SWITCHING ──> SERVING in the new role, as soon as no request is left
                           ──> SERVING in the old role, if that takes too long
 
-Weights and pool stay, so a switch costs the time that the running requests take to end or to move. An
-instance keeps its new role over restarts, until it has been drained, or until no instance is left for a stage
-of its configured role.
+Weights and pool stay, so a switch takes only as long as the running requests take to end or to move. An
+instance keeps its new role over restarts. It loses the role when it has been drained, or when no instance is
+left for a stage of its configured role.
 
 Owns: which role an instance has, and when it gets another one. Does not know: why, how an instance is
 emptied.
@@ -24,18 +24,17 @@ from conductor.view.instances import Instance
 from mooncake.messages.workers import InstanceState, Register, Role, SwitchRole
 
 _MOST_GONE = 256
-"""Lost instances whose roles are remembered in case they register again."""
+"""The number of lost instances whose roles are remembered in case they register again."""
 
 
 class SwitchEnd(StrEnum):
-    """How a switch of an instance's role ends."""
+    """The way in which a switch of an instance's role ends."""
 
     DONE = "done"
     TIMED_OUT = "timed_out"
     """Requests were left after `Limits.switch_timeout_s`."""
     GIVEN_UP = "given_up"
-    """The order was taken back, the instance was drained or lost, or the instance has become the last one
-    for a stage."""
+    """The order was taken back, the instance drained or was lost, or became the last one of a stage."""
 
 
 class Roles:
@@ -47,12 +46,12 @@ class Roles:
         self._placer, self._emptier, self._fronts, self._modules = placer, emptier, fronts, modules
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
         self._given: dict[str, Role] = {}
-        """Roles that the Conductor has given to instances, by name, the latest last."""
+        """The roles that the Conductor has given to instances, by name, latest last."""
         self.num_switches = Counter(dict.fromkeys(SwitchEnd, 0))
         """The number of switches, by the way in which they ended."""
 
     def why_not(self, instance: Instance, role: Role, *, force: bool = False) -> str:
-        """Return why an instance may not switch to a role now; empty if it may."""
+        """Return why an instance cannot switch to a role now; empty if it can."""
         if instance.state is not InstanceState.SERVING:
             ends = instance.state in (InstanceState.RETIRING, InstanceState.RETIRED)
             how = "" if ends else f"; POST /admin/instances/{instance.name}/serve takes that back"
@@ -71,7 +70,7 @@ class Roles:
     def switch(self, instance: Instance, role: Role, now_s: float, *, force: bool = False) -> list[Effect]:
         """Switch an instance to another role as soon as it has no requests.
 
-        `why_not` must have returned nothing.
+        `why_not` must have returned an empty text before.
         """
         emptying = self._emptier.begin(instance, InstanceState.SWITCHING, now_s)
         assert emptying is not None
@@ -84,7 +83,7 @@ class Roles:
         return self._undo(instance, SwitchEnd.GIVEN_UP, now_s)
 
     def count_given_up(self) -> None:
-        """Count a switch that has ended because the instance is drained or lost."""
+        """Count a switch that has ended because its instance is drained or lost."""
         self.num_switches[SwitchEnd.GIVEN_UP] += 1
 
     def registered(self, instance: Instance) -> list[Effect]:
@@ -100,13 +99,13 @@ class Roles:
         return [Effect(instance.identity, SwitchRole(role))]
 
     def ordered_again(self, instance: Instance, register: Register) -> list[Effect]:
-        """Repeat the role to an instance that has not got the answer to its registration."""
+        """Repeat the role to an instance that has not received the answer to its registration."""
         return (
             [] if register.role is instance.role else [Effect(instance.identity, SwitchRole(instance.role))]
         )
 
     def _remember(self, name: str, role: Role) -> None:
-        """Remember the role for the next life of an instance; the number of remembered names is bounded."""
+        """Remember the role for an instance's next life. Only a limited number of lost instances is kept."""
         self.forget(name)
         self._given[name] = role
         gone = [given for given in self._given if self._instances.get(given) is None]
@@ -118,9 +117,9 @@ class Roles:
         self._given.pop(name, None)
 
     def settle(self, now_s: float) -> list[Effect]:
-        """End the switches of instances without requests, and those that take too long.
+        """End the switches of instances that have no requests, and the switches that take too long.
 
-        An instance that has become the last for a stage, as others were lost, keeps its role.
+        An instance that has become the last one for a stage keeps its role.
         """
         effects: list[Effect] = []
         for instance in self._instances.emptying:

@@ -1,5 +1,5 @@
-"""The endpoint picker, which chooses a front for each request of a gateway.
+"""The endpoint picker. It chooses a front for each request of a gateway.
 
-It serves Envoy's external processing, as the Gateway API inference extension uses it (proposal 004, version
-1.0.0).
+The picker speaks Envoy's external processing, as the Gateway API inference extension uses it (proposal 004,
+version 1.0.0).
 """

@@ -37,7 +37,7 @@ class Options(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the picker. Returns the exit code: 0 when told to end, 2 for wrong use."""
+    """Run the picker. Returns the exit code: 0 if the picker was told to end, 2 for wrong use."""
     try:
         options = parsed(arguments)
         from conductor.picker.service import serve  # needs the extra
@@ -53,7 +53,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> Options:
-    """Return the checked options. Raises ConfigError; ends the program for unknown options."""
+    """Return the checked options.
+
+    Raises ConfigError for wrong values. Unknown options end the program.
+    """
     parser = Parser(
         prog="mooncake-picker",
         description="Say to a gateway which front gets a request (Gateway API inference extension).",

@@ -1,9 +1,9 @@
 """The fronts that a gateway can send requests to, and the choice of the next one.
 
-All fronts of a cluster are equally good, as its Conductor places the requests of all. Of several clusters the
-one with the fewest requests per decode instance is chosen.
+All fronts of a cluster are equally good, as one Conductor places the requests of all of them. Among several
+clusters, the one with the fewest requests per decode instance is chosen.
 
-Owns: the latest report of each front, its requests. Does not know: how fronts are found and asked, Envoy.
+Owns: each front's latest report and its requests. Does not know: how fronts are found and asked, Envoy.
 """
 
 from collections.abc import Callable, Collection
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 READY_FOR_S = 10.0
 """Seconds for which a front counts as ready after its latest report that it is ready.
 
-A front keeps requests while another Conductor takes over, so it is not given up at its first report that it
-is not ready.
+A front keeps its requests while another Conductor takes over. So one report that it is not ready does not
+remove it.
 """
 MOST_ENDPOINTS = 5
-"""The most addresses in an answer: the first is the choice, the others are for a gateway's retries."""
+"""The most addresses in an answer: the chosen front, and further fronts for a gateway's retries."""
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class WatchedFront:
     """The front's address: `ip:port`, or `[ip]:port` for IPv6."""
     cluster: str
     num_decode: int
-    """The number of decode instances that its Conductor had when the front was last ready; at least 1."""
+    """The number of decode instances in the front's latest report that it is ready; at least 1."""
     ready_s: float
     """The time in seconds of the latest report that the front is ready."""
     num_requests: int = 0
     turn: int = 0
-    """The number of the front's latest request, by which fronts with equally many requests take turns."""
+    """The number of the front's latest request. Fronts with equally many requests take turns by it."""
 
 
 class WatchedFronts:
@@ -44,7 +44,7 @@ class WatchedFronts:
         self._turn = 0
 
     def is_ready(self, address: str, cluster: str, num_decode: int) -> None:
-        """Record that a front has reported that it is ready."""
+        """Record a front's report that it is ready."""
         now_s = self._now()
         front = self._fronts.setdefault(address, WatchedFront(address, cluster, 1, now_s))
         front.cluster, front.num_decode, front.ready_s = cluster, max(1, num_decode), now_s
@@ -54,17 +54,17 @@ class WatchedFronts:
         self._fronts.pop(address, None)
 
     def addresses(self, cluster: str) -> set[str]:
-        """Return the addresses of a cluster's fronts that answer."""
+        """Return the addresses of the fronts of a cluster that answer."""
         return {front.address for front in self._fronts.values() if front.cluster == cluster}
 
     def choose(self, allowed: Collection[str] | None = None) -> list[str]:
-        """Return the addresses of fronts for a request, the best first; none if no front is ready.
+        """Return the addresses of fronts for a request, best first; none if no front is ready.
 
-        The best fronts of all clusters come before further fronts: a gateway that retries after a 429 or 503
-        thus asks another Conductor.
+        The best fronts of all clusters come before further fronts. So a gateway that retries after a 429 or
+        503 asks another Conductor.
 
         Args:
-            allowed: The addresses, or IPs alone, to choose from; None: all.
+            allowed: The addresses to choose from, with or without port; None for all addresses.
         """
         since_s = self._now() - READY_FOR_S
         able = [
@@ -82,7 +82,7 @@ class WatchedFronts:
         return [front.address for front in best + others][:MOST_ENDPOINTS]
 
     def begins(self, address: str) -> WatchedFront | None:
-        """Count a request at a front. Returns the front, for `ends`; None if no front has this address."""
+        """Count a request at a front, and return the front for `ends`; None if no front has this address."""
         self._turn += 1
         if (front := self._fronts.get(address)) is not None:
             front.num_requests += 1
@@ -93,7 +93,7 @@ class WatchedFronts:
     def ends(front: WatchedFront) -> None:
         """Stop counting a request at a front.
 
-        If the front was gone meanwhile, its address has a new count, which has not had the request.
+        A front that was removed and found again has a new object, which has not counted the request.
         """
         front.num_requests -= 1
 
@@ -103,6 +103,6 @@ def _is_among(address: str, allowed: Collection[str]) -> bool:
 
 
 def _load(fronts: list[WatchedFront]) -> tuple[float, int]:
-    """Return a cluster's requests for each decode instance, and the latest turn of its fronts."""
+    """Return a cluster's requests per decode instance, and the latest turn of its fronts."""
     num_requests = sum(front.num_requests for front in fronts)
     return num_requests / max(front.num_decode for front in fronts), max(front.turn for front in fronts)

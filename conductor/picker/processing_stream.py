@@ -1,7 +1,7 @@
-"""One HTTP request in Envoy's external processing: its messages, and the answer to each.
+"""One HTTP request in Envoy's external processing: its messages, and the answer to each message.
 
-The front is chosen when the headers have arrived: the choice needs no prompt, as the Conductor places the
-request. Bodies are passed on unchanged.
+The front is chosen when the headers have arrived. The prompt is not needed for this choice, as the Conductor
+places the request later. Bodies are passed on unchanged.
 
 Owns: the messages of external processing. Does not know: gRPC, how a front is chosen.
 """
@@ -33,7 +33,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 LOAD_BALANCING, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
-"""The namespaces of Envoy's metadata for load balancing, and for the gateway's subset of endpoints."""
+"""The namespaces in Envoy's metadata: load balancing, and the gateway's subset of endpoints."""
 UNAVAILABLE = 503
 NO_FRONT = {
     "error": {
@@ -44,25 +44,25 @@ NO_FRONT = {
     }
 }
 RETRY_AFTER_S = 1
-"""Seconds after which a client may retry, sent with `NO_FRONT`."""
+"""Seconds after which a client may try again, sent with `NO_FRONT`."""
 
 
 class ProcessingStream:
     """One HTTP request and its response in Envoy's external processing.
 
-    To be closed when the request has ended.
+    The caller must close it when the request has ended.
     """
 
     def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
         self._front: WatchedFront | None = None
-        """The front at which the request is counted; None without one."""
+        """The front at which the request is counted; None if it is counted nowhere."""
         self._streams_request = self._streams_response = True
 
     def answer(self, message: ProcessingRequest) -> ProcessingResponse | None:
         """Return the answer to a message; None for a message to which Envoy expects no answer."""
         if message.HasField("protocol_config"):
-            # Other gateways than Envoy may not say so: full duplex is what the protocol demands.
+            # Gateways other than Envoy may not send this: the protocol demands full duplex then.
             modes, full = message.protocol_config, ProcessingMode.FULL_DUPLEX_STREAMED
             self._streams_request = modes.request_body_mode == full
             self._streams_response = modes.response_body_mode == full
@@ -107,8 +107,7 @@ class ProcessingStream:
         )
 
     def _move(self, address: str | None) -> None:
-        """Count the request at the front of this address, and no more at the earlier front; None: at no
-        front."""
+        """Count the request at the front of this address instead of its earlier front; None for no front."""
         if self._front is not None:
             self._fronts.ends(self._front)
         self._front = None if address is None else self._fronts.begins(address)
@@ -132,7 +131,7 @@ def _unavailable() -> ImmediateResponse:
 
 
 def _headers(headers: Iterable[tuple[str, str]]) -> list[HeaderValueOption]:
-    """Return mutations that replace the client's headers of these names."""
+    """Return mutations that set these headers and replace the client's headers of the same names."""
     return [
         HeaderValueOption(
             header=HeaderValue(key=name, raw_value=value.encode()),
@@ -143,9 +142,9 @@ def _headers(headers: Iterable[tuple[str, str]]) -> list[HeaderValueOption]:
 
 
 def _values(metadata: Metadata, namespace: str, key: str) -> list[str] | None:
-    """Return the metadata's values at `namespace`, `key`; None without that key.
+    """Return the metadata's values at `namespace` and `key`; None if there is no such key.
 
-    In the metadata the values are a list, or a text that commas divide.
+    In the metadata the values are a list, or a text in which commas separate them.
     """
     fields = metadata.filter_metadata[namespace].fields if namespace in metadata.filter_metadata else {}
     if key not in fields:

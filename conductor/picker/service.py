@@ -1,4 +1,4 @@
-"""The picker's gRPC server: external processing for gateways, health for the kubelet.
+"""The picker's gRPC server: external processing for gateways, and health for the kubelet.
 
 Owns: this server. Does not know: messages of Envoy (`conductor.picker.processing_stream`), which fronts there
 are.
@@ -26,7 +26,7 @@ from mooncake.errors import ConfigError
 
 LIVENESS = "liveness"
 LONGEST_MESSAGE_BYTES = 64 << 20
-"""The most bytes of a message, as a gateway that buffers bodies sends each body in one message."""
+"""The most bytes of a message. A gateway that buffers bodies sends each body in one message."""
 READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
 
@@ -51,7 +51,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
 
 
 class Health(HealthServicer):  # type: ignore[misc]
-    """The gRPC health service: whether the picker lives, and whether it has a front to choose."""
+    """The gRPC health service: it tells whether the picker lives, and whether it has a front to choose."""
 
     def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
@@ -74,10 +74,10 @@ async def serve(
 
     Args:
         clusters: The URL of the fronts of each cluster.
-        listen: `host:port`; port 0 is a free one. The log names the port.
-        certificate: Files of the certificate chain and its private key; None: no TLS.
-        finish_s: The seconds in which running requests may end after that. The gateway breaks off those that
-            are left.
+        listen: `host:port`; port 0 for any free port. The chosen port is printed.
+        certificate: The files of the certificate chain and of its private key; None for no TLS.
+        finish_s: The seconds that running requests have to end after the signal. The gateway breaks off the
+            requests that remain.
 
     Raises:
         ConfigError: The address or the certificate cannot be used.

@@ -1,6 +1,7 @@
-"""The discovery of each cluster's fronts by name, and the check every second whether each front is ready.
+"""The discovery of each cluster's fronts by name, and the check of each front's readiness every second.
 
-Owns: names, their addresses, the requests to /ready. Does not know: what follows (`conductor.picker.fronts`).
+Owns: names, their addresses, the requests to /ready. Does not know: the choice of a front
+(`conductor.picker.fronts`).
 """
 
 import asyncio
@@ -22,13 +23,14 @@ async def watch(cluster: str, fronts: WatchedFronts) -> None:
     """Poll the fronts of a cluster until cancelled.
 
     Args:
-        cluster: The URL of its fronts: http:// or https://, a host name that has all their addresses, a port.
-        fronts: The fronts, which are updated.
+        cluster: The URL of the cluster's fronts: http:// or https://, a host name with all their addresses,
+            and a port.
+        fronts: The fronts to update.
     """
     url = urlsplit(cluster)
     assert url.hostname is not None
     assert url.port is not None
-    # Certificates have the names that clients use, and nothing is sent or believed but that a front is ready.
+    # Certificates are not verified: they have the names that clients use, and only readiness is asked.
     async with httpx.AsyncClient(verify=False, timeout=TIMEOUT_S, trust_env=False) as client:
         addresses: set[str] = set()
         while True:
@@ -37,7 +39,7 @@ async def watch(cluster: str, fronts: WatchedFronts) -> None:
                 addresses = resolved
                 for address in fronts.addresses(cluster) - addresses:
                     fronts.is_gone(address)
-            # Fronts answer while names have no answer: those that were known last are asked then.
+            # If the name has no answer now, the fronts known so far are asked: they may still answer.
             asked = [_ask(client, url.scheme, address, cluster, fronts) for address in addresses]
             await asyncio.gather(*asked)
             await asyncio.sleep(PERIOD_S)
