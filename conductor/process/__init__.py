@@ -1,1 +1,1 @@
-"""The process that runs the Conductor: sockets and clocks around the pure policy."""
+"""The process that runs the Conductor: sockets and clock around the pure policy."""

@@ -1,8 +1,8 @@
-"""The follower of KV events, which keeps the prefix index up to date with the messengers of all instances.
+"""The follower of KV events. It keeps the prefix index up to date with the messengers of all instances.
 
-It has two sockets for all messengers: a SUB socket for live batches, and a ROUTER socket for snapshots and
-replays, which connects to the ROUTER socket of each messenger. A messenger that cannot be reached costs only
-the hits in its pool.
+The follower has two sockets for all messengers: a SUB socket for live batches, and a ROUTER socket for
+snapshots and replays. The ROUTER socket connects to the ROUTER socket of each messenger. A messenger that
+cannot be reached only costs the hits in its pool.
 
 Owns: these sockets, which messengers are followed. Does not know: placement, the order of events
 (`conductor.index.event_stream`).
@@ -31,13 +31,13 @@ from mooncake.security.keys import ClusterKey
 
 TICK_S = 1.0
 LARGEST_EVENTS_BYTES = 16 << 20
-"""The most bytes of a message; a part of a snapshot has 360 KB."""
+"""The most bytes of a message. A part of a snapshot has 360 KB."""
 LIVE_QUEUE_LEN = 100
-"""The most batches of one messenger that wait in the socket. Further batches are replayed later."""
+"""The most batches of one messenger that wait in the socket. Batches beyond them are replayed later."""
 ANSWER_QUEUE_LEN = 4
-"""The most parts of a snapshot that wait in the socket before the messenger has to wait."""
+"""The most parts of a snapshot that wait in the socket. Then the messenger has to wait."""
 MAX_LOADING = 16
-"""The most snapshots in flight at the same time, when many instances join at once."""
+"""The most snapshots in flight at the same time. The limit matters when many instances join at once."""
 SLOWEST_RECONNECT_MS = 5000
 """The longest backoff in milliseconds between two tries to connect."""
 LOGGED_CHARS = 200
@@ -54,7 +54,7 @@ class _Followed:
     life: bytes
     """The socket identity of the messenger's instance.
 
-    When it changes, the index drops the blocks of the earlier life.
+    When the identity changes, the index drops the blocks of the earlier life.
     """
     address: MessengerAddress
     peer: bytes
@@ -63,7 +63,7 @@ class _Followed:
 
 
 class EventFollower:
-    """The component that applies messengers' KV events to `prefixes`. Needs a running event loop."""
+    """Applies messengers' KV events to `prefixes`. The constructor needs a running event loop."""
 
     def __init__(self, prefixes: PrefixIndex, key: ClusterKey) -> None:
         self._prefixes = prefixes
@@ -79,13 +79,13 @@ class EventFollower:
 
     @property
     def streams(self) -> Mapping[str, EventStream]:
-        """The event stream of each messenger that is followed, by its name."""
+        """The event stream of each followed messenger, by the messenger's name."""
         return {name: followed.stream for name, followed in self._followed.items()}
 
     def follow(self, instances: Instances) -> None:
         """Follow the messengers of these instances and no others.
 
-        To be called at once after every change of `instances`.
+        The caller must call it at once after every change of `instances`.
         """
         wanted = {
             shard.messenger.instance: (instance.identity, shard.messenger)
@@ -152,7 +152,8 @@ class EventFollower:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         """Receive messages of a socket until cancelled.
 
-        The message is the last frame: the SUB socket has a topic before it, the ROUTER socket the peer's id.
+        A message is the last frame. Before it the SUB socket has a topic, and the ROUTER socket has the
+        peer's id.
         """
         while True:
             # Queued messages come without suspending; a burst of them must not starve the event loop.

@@ -1,7 +1,7 @@
-"""The levels of tenants' quotas, stored so that they outlive the process: in a file of this host, or in etcd.
+"""The levels of tenants' quotas, stored in a file of this host or in etcd, so that they outlive the process.
 
-A level is the number of tokens that a tenant has left. Levels are written every few seconds, so a kill
-forgets the tokens used in the last seconds. Stored times are seconds since 1970.
+A level is the number of tokens that a tenant has left. Levels are written every few seconds, so tokens used
+in the last seconds before a kill are forgotten. Stored times are seconds since 1970.
 
 Owns: which levels are stored, and when. Does not know: which tenant is charged how much
 (`conductor.admission.quotas`).
@@ -29,7 +29,7 @@ CREATE TABLE tenant_tokens (
 ) STRICT
 """
 SAVE_S = 2.0
-"""Seconds between two writes."""
+"""Seconds between two writes of changed levels."""
 _FORGET_FULL = """
 DELETE FROM tenant_tokens WHERE num_left + (? - at) * tokens_per_minute / 60 >= tokens_per_minute
 """
@@ -37,7 +37,7 @@ _FOLDER = "tenant_tokens"
 
 
 class QuotaLevel(NamedTuple):
-    """The tokens that a tenant had left at the time `at`."""
+    """The tokens that a tenant had left at the time `at`, in seconds since 1970."""
 
     tenant: str
     tokens_per_minute: float
@@ -45,7 +45,7 @@ class QuotaLevel(NamedTuple):
     at: float
 
     def is_full(self, now: float) -> bool:
-        """Return whether the tenant has a whole minute's tokens again."""
+        """Return whether the tenant has a full minute's tokens again at the time `now`."""
         return self.num_left + (now - self.at) * self.tokens_per_minute / 60 >= self.tokens_per_minute
 
 
@@ -53,13 +53,13 @@ class LevelStore(Protocol):
     """The stored levels of all tenants."""
 
     async def load(self) -> list[QuotaLevel]:
-        """Return the levels of tenants that have less than a whole minute's tokens.
+        """Return the levels of tenants that have less than a full minute's tokens.
 
-        Raises ConfigError if they cannot be read.
+        Raises ConfigError if the levels cannot be read.
         """
 
     async def save(self, levels: Sequence[QuotaLevel]) -> None:
-        """Store these levels; the levels of other tenants stay. Raises NotStoredError."""
+        """Store these levels; the levels of other tenants stay. Raises NotStoredError if that fails."""
 
 
 class LevelFile:
@@ -69,12 +69,12 @@ class LevelFile:
         self._file = file
 
     async def load(self) -> list[QuotaLevel]:
-        """Return the levels in the file, without full ones. Raises ConfigError if the file is damaged."""
+        """Return the levels in the file that are not full. Raises ConfigError if the file is damaged."""
         self._file.clean(_FORGET_FULL, (time.time(),))
         return [QuotaLevel(*row) for row in self._file.read("SELECT * FROM tenant_tokens")]
 
     async def save(self, levels: Sequence[QuotaLevel]) -> None:
-        """Store levels, and forget levels that are full."""
+        """Store these levels, and delete levels that are full by now."""
         write = "INSERT OR REPLACE INTO tenant_tokens VALUES (?, ?, ?, ?)"
         await self._file.write((_FORGET_FULL, (time.time(),)), *((write, level) for level in levels))
 
@@ -87,7 +87,7 @@ class LevelKeys:
         self._levels: dict[str, QuotaLevel] = {}
 
     async def load(self) -> list[QuotaLevel]:
-        """Return the levels in etcd, without full ones. Waits until etcd answers.
+        """Return the levels in etcd that are not full. Waits until etcd answers.
 
         Levels that this release cannot decode count as full.
         """
@@ -99,7 +99,7 @@ class LevelKeys:
         return self._not_full()
 
     async def save(self, levels: Sequence[QuotaLevel]) -> None:
-        """Store levels, and forget levels that are full."""
+        """Store these levels, and drop levels that are full by now."""
         self._levels |= {level.tenant: level for level in levels}
         not_full = self._not_full()
         async with self._keys.turn():
@@ -112,23 +112,25 @@ class LevelKeys:
 
 
 class QuotaLevels:
-    """The component that restores the levels of a Conductor's quotas, and saves changed ones."""
+    """Restores the levels of a Conductor's quotas, and saves changed levels."""
 
     def __init__(self, store: LevelStore, quotas: Quotas) -> None:
         self._store, self._quotas = store, quotas
         self._num_saved: dict[str, int] = {}
-        """The number of tokens that each tenant had used at the latest write: charged, less refunded."""
+        """By tenant, the tokens used as of the latest write: charged tokens minus refunded tokens."""
 
     async def restore(self) -> None:
-        """Restore the saved levels. Raises ConfigError."""
+        """Restore the saved levels. Raises ConfigError if they cannot be read."""
         since_1970_s = time.time() - time.monotonic()
         for level in await self._store.load():
             at_s = min(level.at - since_1970_s, time.monotonic())
             self._quotas.restore(level.tenant, TokenBudget(level.tokens_per_minute, level.num_left, at_s))
 
     async def run(self) -> None:
-        """Restore the levels, then save changed ones every `SAVE_S` seconds until cancelled. Raises
-        ConfigError."""
+        """Restore the levels, then save changed levels every `SAVE_S` seconds until cancelled.
+
+        Raises ConfigError if the saved levels cannot be read.
+        """
         await self.restore()
         while True:
             await asyncio.sleep(SAVE_S)

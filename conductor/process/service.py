@@ -1,6 +1,6 @@
 """The Conductor's process: `python -m conductor.process.service`, started by the supervisor.
 
-It receives and sends the messages of the pure policy (`conductor.policy`), and contains a front.
+The process receives and sends the messages of the pure policy (`conductor.policy`). It also contains a front.
 
 Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why messages are
 sent, the meaning of events.
@@ -56,10 +56,9 @@ from mooncake.tracing.opening import open_tracer
 
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
-"""The identity of the front in this process. Other fronts are named after their nodes."""
+"""The identity of the front in this process. The identities of other fronts have the names of their nodes."""
 _OWN_FRONT_S = 0.005
-"""The most seconds for which messages of the front in this process are handled in one turn of the event
-loop."""
+"""The most seconds that one turn of the event loop spends on messages of the front in this process."""
 log = logging.getLogger(__name__)
 
 
@@ -78,8 +77,8 @@ class ConductorService:
     ) -> None:
         """Prepare the loop.
 
-        `router` links to workers and to fronts in other processes, `front` to the front in this process.
-        `spans`: the spans of requests; None if requests are not traced.
+        `router` connects to workers and to fronts in other processes, `front` to the front in this process.
+        `spans` records the spans of requests; None if requests are not traced.
         """
         self._conductor = conductor
         self._router, self._front = router, front
@@ -130,7 +129,7 @@ class ConductorService:
             await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
-        """Send the effects, and the further effects that follow when a peer turns out to be gone."""
+        """Send the effects. If a peer turns out to be gone, send the effects of that, too."""
         self._follow()
         pending = list(effects)
         while pending:
@@ -149,9 +148,9 @@ class ConductorService:
                 pending += consequences
 
     def _follow(self) -> None:
-        """Follow the KV events of the registered instances, if they have changed.
+        """Follow the KV events of the registered instances, if the instances have changed.
 
-        To be called before anything is awaited, so that no life of an instance is missed.
+        The caller must call it before it awaits anything, so that no life of an instance is missed.
         """
         if self._num_changes_followed != self._conductor.instances.num_changes:
             self._num_changes_followed = self._conductor.instances.num_changes
@@ -159,8 +158,10 @@ class ConductorService:
 
 
 async def serve(process: ConductorProcess) -> None:
-    """Run the Conductor: open the model's description, wait for leadership, and serve until leadership is
-    lost or the task is cancelled."""
+    """Run the Conductor: open the model's description, wait for leadership, and serve.
+
+    Returns when leadership is lost, or when the task is cancelled.
+    """
     try:
         await _serve(process)
     except* LeadershipLostError:
@@ -168,7 +169,7 @@ async def serve(process: ConductorProcess) -> None:
 
 
 async def _serve(process: ConductorProcess) -> None:
-    """Wait until this process leads, and serve. Raises LeadershipLostError when leadership is lost."""
+    """Wait until this process leads, then serve. Raises LeadershipLostError when leadership is lost."""
     config = process.config
     tracer = open_tracer(config.tracing, "conductor")
     async with contextlib.AsyncExitStack() as stack:
@@ -223,8 +224,10 @@ async def _serve(process: ConductorProcess) -> None:
 
 @contextlib.asynccontextmanager
 async def _stores(process: ConductorProcess) -> AsyncIterator[tuple[CacheStore, LevelStore]]:
-    """Open the stores of context caches and of quota levels: in etcd if the cluster has standbys, else in a
-    file of this host."""
+    """Open the stores of context caches and of quota levels.
+
+    The stores are in etcd if the cluster has standbys, else in a file of this host.
+    """
     cluster = process.config.cluster
     if cluster.has_standbys:
         async with Etcd(cluster) as etcd, asyncio.TaskGroup() as group:
@@ -288,7 +291,7 @@ def _replication_settings(config: ConductorConfig) -> ReplicationSettings | None
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:
-    """Return the URL of the API and, if this node has the whole cluster, a command to try it."""
+    """Return the URL of the API. If this node has the whole cluster, add a command to try the API."""
     if not is_whole_cluster:
         return Ready(url)
     text = "Name the capital of France."

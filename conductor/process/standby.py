@@ -1,6 +1,7 @@
-"""A Conductor that stands by: while `mooncake.leadership.terms` waits to lead, HTTP routes name the leader.
+"""A standby Conductor: while it waits to lead, its HTTP routes name the leader.
 
-`conductor.process.service` makes the Conductor itself, once this process leads.
+`mooncake.leadership.terms` waits to lead. `conductor.process.service` makes the Conductor itself once this
+process leads.
 
 Owns: these routes, until the process leads. Does not know: elections, requests of clients, which fronts
 answer.
@@ -47,9 +48,9 @@ async def leading(
     listener: socket.socket,
     registry: CollectorRegistry,
 ) -> AsyncIterator[Term]:
-    """Make a context in which this process leads, as `mooncake.leadership.terms.leading` does.
+    """Enter a context in which this process leads, like `mooncake.leadership.terms.leading`.
 
-    While it waits to lead, it serves a standby's routes.
+    While the process waits to lead, it serves a standby's routes.
 
     Args:
         cluster, life: The arguments of `mooncake.leadership.terms.leading`.
@@ -57,7 +58,7 @@ async def leading(
         endpoint: The endpoint at which workers and fronts find the Conductor.
         fit: The properties that all Conductors of the cluster share.
         listener: The listening socket of the front, which stays open.
-        registry: The registry to which the metrics of leadership are added.
+        registry: The registry that gets the metrics of leadership.
     """
     reach, routes, leads = Reach(), StandbyRoutes(registry), False
     candidate = Candidate(endpoint, _url(front, listener, endpoint), fit)
@@ -83,14 +84,14 @@ def _url(front: FrontConfig, listener: socket.socket, endpoint: str) -> str:
     host, port = front.host, listener.getsockname()[1]
     if front.admin_listen is not None:
         host, port = host_and_port(front.admin_listen)
-    if is_any_address(host):  # then the Conductor's own is one at which others reach this host
+    if is_any_address(host):  # the host of the Conductor's endpoint can be reached by other hosts
         host = urlsplit(endpoint).hostname or host
     scheme = "http" if front.tls_cert is None else "https"
     return f"{scheme}://{bracketed(host)}:{port}"
 
 
 class StandbyRoutes:
-    """The HTTP routes of a standby. `state`: the leader, and what the standby waits for."""
+    """The HTTP routes of a standby. `state` has the leader, and the reason why the standby waits."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -100,7 +101,7 @@ class StandbyRoutes:
     async def served(self, config: FrontConfig, listener: socket.socket) -> AsyncIterator[None]:
         """Serve a standby's routes while the block runs.
 
-        Afterwards `listener` is still open: new connections wait in it.
+        `listener` stays open: after the block, new connections wait in it.
         """
         certificate = None
         if config.tls_cert is not None and config.tls_key is not None:

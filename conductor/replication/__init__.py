@@ -1,1 +1,1 @@
-"""Copies of hot prefixes, and the context caches of clients."""
+"""Copies of hot prefixes, copies of leaving instances' blocks, and the context caches of clients."""

@@ -1,9 +1,9 @@
 """Context caches (Mooncake, section 3): prefixes whose blocks are pinned where they are held.
 
-The blocks of a cache are pinned on one instance, for a time that is renewed, so that pins of a Conductor that
-is gone end by themselves. The prefix index tells which instance holds most of a cache. When this instance is
-lost, or has had to evict blocks, a prompt that uses the cache is computed like any other. Then the cache is
-pinned on the instance that has computed it. Pure: no clock, no IO.
+The blocks of a cache are pinned on one instance. A pin has a deadline that is renewed, so pins of a lost
+Conductor end by themselves. The prefix index tells which instance holds most of a cache. If this instance is
+lost, or had to evict blocks, a prompt with the cache is computed like any other prompt. Then the cache is
+pinned on the instance that has computed the prompt. Pure: no clock, no IO.
 
 Owns: which cache is pinned where, and until when. Does not know: tokens, keys of clients, how a pool pins.
 """
@@ -19,7 +19,7 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.workers import InstanceState, Role
 
 PIN_S = 60.0
-"""Seconds for which blocks are pinned by one order."""
+"""Seconds for which one order pins blocks."""
 RENEW_S = 20.0
 """Seconds after which pins are renewed."""
 
@@ -48,17 +48,17 @@ class Contexts:
         self._contexts: dict[str, KeptContext] = {}
 
     def newest(self, num_most: int) -> list[tuple[str, KeptContext]]:
-        """Return the `num_most` latest caches with their ids, the latest first."""
+        """Return the `num_most` latest caches with their ids, latest first."""
         return list(islice(reversed(self._contexts.items()), num_most))
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of all caches. Blocks that two caches have in common count twice."""
+        """The number of blocks of all caches. A block that two caches have in common counts twice."""
         return sum(len(context.keys) for context in self._contexts.values())
 
     @property
     def num_pinned(self) -> int:
-        """The number of pinned blocks of caches, as far as is known."""
+        """The number of blocks that are believed to be pinned for caches."""
         return sum(context.num_pinned for context in self._contexts.values())
 
     def pinned_on(self, instance: Instance) -> list[list[BlockKey]]:
@@ -66,8 +66,10 @@ class Contexts:
         return [context.pinned for context in self._contexts.values() if context.holder is instance]
 
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
-        """Add a cache, or set its time to live `ttl_s` anew. A cache with the same id has the same
-        keys."""
+        """Add a cache, or restart its time to live of `ttl_s` seconds.
+
+        Two caches with one id must have the same keys.
+        """
         context = self._contexts.setdefault(context_id, KeptContext(keys, 0.0))
         context.expires_s, context.renew_s = now_s + ttl_s, now_s
         return self._pin(context, now_s)
@@ -78,7 +80,7 @@ class Contexts:
         return [] if context is None else self._unpin(context)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """End expired caches, renew pins, and pin blocks that are not pinned."""
+        """Drop expired caches, renew pins, and pin blocks that are not pinned yet."""
         effects = []
         for context_id, context in list(self._contexts.items()):
             if context.expires_s <= now_s:
@@ -90,13 +92,16 @@ class Contexts:
     def _may_be_longer(self, context: KeptContext) -> bool:
         """Return whether any instance holds the first block of the cache that is not pinned.
 
-        This is one look-up, however long the cache is.
+        The check is one look-up, however long the cache is.
         """
         missing = context.keys[context.num_pinned : context.num_pinned + 1]
         return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
 
     def _stays(self, context: KeptContext) -> bool:
-        """Return whether the cache has a holder that takes requests."""
+        """Return whether the cache can stay pinned where it is.
+
+        It cannot if its holder is lost or takes no requests. A cache without a holder counts as staying.
+        """
         holder = context.holder
         is_serving = holder is None or holder.state is InstanceState.SERVING
         return is_serving and not self._is_lost(context)
@@ -122,8 +127,7 @@ class Contexts:
         return effects
 
     def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:
-        """Return the instance that holds most of the cache, and the number of leading blocks that it
-        holds."""
+        """Return the instance that holds most of the cache, and the number of its leading blocks there."""
         num_blocks = self._prefixes.match(context.keys).num_blocks
         most = int(num_blocks.max(initial=0))
         if not most:
@@ -152,8 +156,10 @@ class Contexts:
 
 
 def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
-    """Return the sort key of holders, the best last: a holder that is serving is preferred, then the holder
-    that has pinned the cache, then a holder that prefills."""
+    """Return the sort key of possible holders, best last.
+
+    A serving instance is preferred, then the present holder, then an instance that prefills.
+    """
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,

@@ -1,10 +1,10 @@
 """Copies of the hottest prefixes, made before requests ask for them (Mooncake, sections 3 and 6.2).
 
-"The hottest blocks should be replicated to multiple nodes to avoid fetching congestion." Beside the copies
-that requests make, a round every few seconds looks for prefixes with so many uses that they are worth one
-more copy. The instance with the shortest queue is told to fetch the prefix as bulk; the bytes in flight are
-limited. Such a copy is dropped when its uses have fallen to half of those that it was made for, and another
-prefill instance holds the blocks. Copies that requests have made are left to eviction.
+"The hottest blocks should be replicated to multiple nodes to avoid fetching congestion." Requests make copies
+when they fetch prefixes. In addition, a round every few seconds looks for prefixes with enough uses for one
+more copy. The instance with the shortest queue is ordered to fetch the prefix as bulk; the bytes in flight
+are limited. Such a copy is dropped when its uses have fallen to half of the uses that justified it, and
+another prefill instance holds the blocks. Copies that requests have made are left to eviction.
 
 Owns: the copies that were ordered. Does not know: how blocks are sent, the clock.
 """
@@ -27,19 +27,19 @@ from mooncake.messages.block_orders import DropCopies, Replicate
 from mooncake.messages.blocks import BlockKey, KVLayout
 
 FETCH_S = 30.0
-"""Seconds in which an instance may fetch a copy."""
+"""Seconds that an instance has to fetch a copy."""
 AGAIN_S = 120.0
-"""Seconds after which a copy that did not arrive, or was evicted, is ordered again."""
+"""Seconds after which a copy that did not arrive, or was evicted, can be ordered again."""
 MOST_COPIES = 256
-"""The most copies that are followed. Older copies are left to eviction."""
+"""The most copies that are tracked. Older copies are left to eviction."""
 _MOST_NOTED = 1 << 13
-"""The most prompts in which a round looks for hot prefixes, the latest ones."""
+"""The number of latest prompts in which a round looks for hot prefixes."""
 _MOST_LATEST = 1 << 10
-"""The most prompts in which hot prefixes are looked for when an instance joins or leaves, the latest ones."""
+"""The number of latest prompts in which hot prefixes are looked for when an instance joins or leaves."""
 _MOST_PREFIXES = 64
-"""The most prefixes that are considered in one round, the hottest ones."""
+"""The most prefixes that one round considers, the hottest ones."""
 _ROOM_SHARE = 2
-"""The divisor of the blocks that fit into an instance: the result is the most blocks of one copy."""
+"""The part of an instance's room that one copy may take: one half. The value is the divisor."""
 
 
 @dataclass(slots=True)
@@ -50,10 +50,10 @@ class PrefixCopy:
     keys: Sequence[BlockKey]
     num_bytes: int
     due_s: float
-    """The time until which the copy may arrive."""
+    """The time by which the copy must have arrived."""
     is_there: bool = False
     missed_s: float | None = None
-    """The time since which the copy is missing, because it did not arrive in time or was evicted."""
+    """The time since when the copy is missing: it did not arrive in time, or it was evicted."""
 
     def is_in_flight(self, now_s: float) -> bool:
         """Return whether the copy may still arrive."""
@@ -61,19 +61,19 @@ class PrefixCopy:
 
 
 class Replication:
-    """The component that orders copies of hot prefixes, and drops cold ones."""
+    """Orders copies of hot prefixes, and drops cold copies."""
 
     def __init__(self, view: ClusterView, settings: ReplicationSettings) -> None:
         self._view, self.settings = view, settings
         self._heat = Heat()
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_NOTED)
-        """Prompts that were counted since the latest round."""
+        """The prompts that were counted since the latest round."""
         self._latest: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_LATEST)
-        """The latest prompts that were counted."""
+        """The latest prompts that were counted, over all rounds."""
         self._copies: dict[tuple[str, BlockKey], PrefixCopy] = {}
-        """Copies by instance and last block, oldest first."""
+        """The copies by instance and last block, oldest first."""
         self._hot: list[Sequence[BlockKey]] = []
-        """Prefixes that were worth a second copy in the latest round."""
+        """The prefixes that were worth a second copy in the latest round."""
         self._known: set[bytes] = set()
         """The instances that compute prompts, as of the latest call of `tick`."""
         self._round_s: float | None = None
@@ -82,7 +82,7 @@ class Replication:
 
     @property
     def num_copies(self) -> int:
-        """The number of copies that have arrived and were not dropped, as far as is known."""
+        """The number of copies that are believed to be at their instances."""
         return sum(copy.is_there for copy in self._copies.values())
 
     def note(self, keys: Sequence[BlockKey]) -> None:
@@ -112,15 +112,16 @@ class Replication:
         return warming + self._drop(holders) + self._replicate(layout, now_s)
 
     def hottest(self, num_uses: float) -> list[Sequence[BlockKey]]:
-        """Return the most used prefixes of the latest prompts: those with more than `num_uses` uses, each
-        once, at most `_MOST_PREFIXES`."""
+        """Return the most used prefixes of the latest prompts, each once, at most `_MOST_PREFIXES`.
+
+        All of them have more than `num_uses` uses.
+        """
         return self._hottest([*self._latest, *self._hot], num_uses)
 
     # -- copies that were ordered -------------------------------------------------------------------
 
     def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
-        """Return, by the last block of each copied prefix, which slots hold all of the prefix: bool
-        `[num_slots]`."""
+        """Return by each copied prefix's last block which slots hold the whole prefix: bool `[num_slots]`."""
         prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
         match = self._view.prefixes.match
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
@@ -128,7 +129,7 @@ class Replication:
     def _follow(self, holders: dict[BlockKey, NDArray[np.bool_]], now_s: float) -> None:
         """Record which copies have arrived.
 
-        Copies of lost instances, and those missing for long, are forgotten.
+        Copies of lost instances are forgotten, and so are copies that have been missing for long.
         """
         view = self._view
         for name, copy in list(self._copies.items()):
@@ -145,7 +146,7 @@ class Replication:
                 del self._copies[name]
 
     def _drop(self, holders: dict[BlockKey, NDArray[np.bool_]]) -> list[Effect]:
-        """Drop blocks of copies that have become cold."""
+        """Drop those blocks of copies that have become cold."""
         view = self._view
         effects = []
         num_dropped: Counter[BlockKey] = Counter()
@@ -186,8 +187,11 @@ class Replication:
         ]
 
     def _warm_one(self, slot: int, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order the hottest prefixes for one new instance: those with more than half the uses for which a
-        further copy is made, as colder copies would be dropped again."""
+        """Order the hottest prefixes for one new instance.
+
+        A prefix needs half the uses that justify a further copy: with fewer uses the copy would be dropped at
+        once.
+        """
         view = self._view
         room_blocks = view.loads.prefill_room_blocks.item(slot) // _ROOM_SHARE
         effects: list[Effect] = []
@@ -207,12 +211,12 @@ class Replication:
         return effects
 
     def _left_bytes(self, now_s: float) -> int:
-        """Return the bytes that may still be ordered now."""
+        """Return the bytes of copies that can still be ordered now."""
         in_flight = [copy.num_bytes for copy in self._copies.values() if copy.is_in_flight(now_s)]
         return self.settings.most_bytes - sum(in_flight)
 
     def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order copies of hot prefixes, the hottest first, until the limit of bytes is reached."""
+        """Order copies of hot prefixes, hottest first, until the limit of bytes is reached."""
         left_bytes = self._left_bytes(now_s)
         effects = []
         self._hot = self._hottest([*self._noted, *self._hot], self.settings.uses_per_copy)
@@ -231,8 +235,10 @@ class Replication:
         return Effect(copy.instance.identity, order)
 
     def _hottest(self, noted: Iterable[Sequence[BlockKey]], num_uses: float) -> list[Sequence[BlockKey]]:
-        """Return the most used prefixes with more than `num_uses` uses, each once, at most
-        `_MOST_PREFIXES`."""
+        """Return the most used prefixes of these prompts, each once, at most `_MOST_PREFIXES`.
+
+        All of them have more than `num_uses` uses.
+        """
         prefixes: dict[BlockKey, Sequence[BlockKey]] = {}
         for keys in noted:
             if depth := self._heat.depth(keys, num_uses):
@@ -242,8 +248,7 @@ class Replication:
     def _lacking(
         self, keys: Sequence[BlockKey], layout: KVLayout, left_bytes: int, now_s: float
     ) -> list[tuple[PrefixCopy, Instance]]:
-        """Return the further copies of a prefix that its uses are worth, each with the instance to fetch it
-        from."""
+        """Return the further copies that a prefix's uses justify, each with the instance to fetch it from."""
         view = self._view
         match = view.prefixes.match(keys)
         num_known = int(match.num_blocks.max(initial=0))
@@ -272,8 +277,10 @@ class Replication:
     def _with_coming(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], now_s: float
     ) -> NDArray[np.int32]:
-        """Return the number of leading blocks that each instance will hold when the copies in flight have
-        arrived. `num_blocks`: the numbers now."""
+        """Return the number of leading blocks of each instance after the copies in flight have arrived.
+
+        `num_blocks` has the present numbers.
+        """
         num_blocks = num_blocks.copy()
         for copy in self._copies.values():
             depth = min(len(copy.keys), len(keys))
@@ -286,11 +293,10 @@ class Replication:
     def _target(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], depth: int, now_s: float
     ) -> int | None:
-        """Return the slot of the prefill instance that should fetch the first `depth` blocks; None without
-        one.
+        """Return the slot of the prefill instance that should fetch the first `depth` blocks; None for none.
 
-        The instance lacks some of these blocks and has room for them. Of such instances, the one with the
-        shortest queue is taken.
+        It is the one with the shortest queue among the instances that lack some of these blocks and have room
+        for them.
         """
         view, loads = self._view, self._view.loads
         is_possible = loads.is_prefill & (num_blocks < depth)
@@ -304,16 +310,21 @@ class Replication:
         return None
 
     def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
-        """Return the slot of the instance that can send the first `depth` blocks first: with the fewest bytes
-        in flight and on SSD."""
+        """Return the slot of the instance that can send the first `depth` blocks earliest.
+
+        It is the one with the fewest bytes in flight and on SSD.
+        """
         (holders,) = (match.num_blocks >= depth).nonzero()
         num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)
         ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)
         return int(holders[ahead_bytes.argmin()])
 
     def _add(self, copy: PrefixCopy, num_held_blocks: int, now_s: float) -> None:
-        """Record an ordered copy. It replaces the copy whose blocks it continues, as a long prefix that is
-        fetched in parts is one copy."""
+        """Record an ordered copy.
+
+        A long prefix that is fetched in parts is one copy: the new copy replaces the one whose blocks it
+        continues.
+        """
         if num_held_blocks:
             earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)
             if earlier is not None and earlier.is_in_flight(now_s):

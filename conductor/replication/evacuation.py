@@ -1,12 +1,12 @@
 """Copies of blocks that would be lost with an instance that leaves: pinned blocks and hot prefixes.
 
-If no other instance holds as many blocks of such a prefix, an instance with room fetches the prefix, if
-possible one that computes prompts. The copies travel as bulk, and their bytes in flight are limited. A
-leaving instance waits for its copies, but no longer than `MOST_S`: blocks that have not arrived by then are
+If every other instance holds fewer blocks of such a prefix, an instance with room fetches the prefix. An
+instance that computes prompts is preferred. The copies travel as bulk, and their bytes in flight are limited.
+A leaving instance waits for its copies, but at most for `MOST_S`: blocks that have not arrived by then are
 computed again when they are needed.
 
-Owns: which blocks are copied where, and how many are left. Does not know: why an instance leaves, how blocks
-are sent, the clock.
+Owns: which blocks are copied to which instance, and how many are left. Does not know: why an instance leaves,
+how blocks are sent, the clock.
 """
 
 from collections.abc import Sequence
@@ -26,27 +26,26 @@ from mooncake.messages.blocks import BlockKey
 MOST_S = 20.0
 """The most seconds for which an instance waits for copies of its blocks."""
 LEAST_USES = 1.5
-"""Recent uses above which a prefix is copied: more than one request has used it."""
+"""The recent uses above which a prefix is copied: more than one request must have used it."""
 _ROOM_SHARE = 2
-"""The divisor of the blocks that fit into an instance: the result is the most blocks of one copy."""
+"""The part of an instance's room that one copy may take: one half. The value is the divisor."""
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """An instance that leaves, with the prefixes to copy."""
+    """An instance that leaves, with the prefixes that must be copied."""
 
     until_s: float
     wanted: list[Sequence[BlockKey]]
     """Prefixes whose copies have not arrived, the most important first."""
     ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
-    """The instance that was ordered to fetch a prefix, and the number of blocks that the instance lacked, by
-    the prefix's last block."""
+    """By a prefix's last block, the instance that was ordered to fetch it, and the blocks that it lacked."""
 
 
 class Evacuation:
-    """The component that copies the blocks of leaving instances.
+    """Copies the blocks of leaving instances.
 
-    `replication` knows which prefixes are hot; None if no prefix counts as hot.
+    `replication` knows which prefixes are hot. If it is None, no prefix counts as hot.
     """
 
     def __init__(self, view: ClusterView, contexts: Contexts, replication: Replication | None) -> None:
@@ -57,11 +56,11 @@ class Evacuation:
         self.num_ordered_blocks = 0
 
     def go_on(self, leaving: Sequence[Instance], now_s: float) -> list[Effect]:
-        """Order the copies for which there is room. To be called about twice a second.
+        """Order the copies for which there is room. The caller should call it about twice a second.
 
         Args:
-            leaving: All instances that are to leave. The number of blocks that are yet to be copied from each
-                is set in its `emptying`.
+            leaving: All instances that are to leave. In `emptying` of each, the number of blocks that must
+                still be copied is set.
             now_s: The time.
         """
         identities = {instance.identity for instance in leaving}
@@ -100,7 +99,7 @@ class Evacuation:
         return effects
 
     def _wanted(self, instance: Instance) -> list[Sequence[BlockKey]]:
-        """Return the prefixes to copy, each cut off behind the last block that the instance holds."""
+        """Return the prefixes to copy. Each ends at the last block that the instance holds."""
         pinned = self._contexts.pinned_on(instance)
         hot = [] if self._replication is None else self._replication.hottest(LEAST_USES)
         slot = self._view.slot_of(instance.name)
@@ -113,8 +112,10 @@ class Evacuation:
         return list(prefixes.values())
 
     def _held(self, instance: Instance, keys: Sequence[BlockKey]) -> tuple[np.ndarray, int]:
-        """Return the number of leading blocks of `keys` that each staying instance holds, by slot (0 for
-        other slots), and the number that the leaving instance holds."""
+        """Return the numbers of leading blocks of `keys` at the staying instances and at the leaving one.
+
+        The first value is by slot, with 0 for instances that do not stay.
+        """
         slot = self._view.slot_of(instance.name)
         assert slot is not None
         num_blocks = self._view.prefixes.match(keys).num_blocks
@@ -132,10 +133,10 @@ class Evacuation:
     def _target(
         self, keys: Sequence[BlockKey], num_blocks: np.ndarray, num_in_flight: int
     ) -> tuple[Instance, int] | None:
-        """Return the instance that should fetch a prefix, and the number of blocks that it lacks; None if no
-        instance can now.
+        """Return the instance that should fetch a prefix, and the number of blocks that it lacks.
 
-        An instance that computes prompts is preferred, then the one that lacks the fewest blocks.
+        An instance that computes prompts is preferred, then one that lacks few blocks. None if no instance
+        can fetch the prefix now.
         """
         loads = self._view.loads
         num_lacking = len(keys) - num_blocks

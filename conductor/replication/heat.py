@@ -1,7 +1,7 @@
 """The uses of blocks, as counts that decay (Mooncake, sections 3 and 6.2).
 
-Prompts are recorded when they arrive and counted later, several at once, so that decisions take no longer.
-Keys are chained: no block of a prompt is hotter than those before it.
+Prompts are recorded when they arrive and counted later, several at once. So counting does not delay
+decisions. Keys are chained: no block of a prompt is hotter than the blocks before it.
 
 Owns: the counts. Does not know: holders of blocks, the clock.
 """
@@ -16,13 +16,13 @@ import numpy as np
 from mooncake.messages.blocks import BlockKey
 
 HALF_LIFE_S = 60.0
-"""Seconds after which a use counts half."""
+"""Seconds after which a use counts only half."""
 MOST_KEYS = 1 << 15
-"""The most blocks that are remembered, some 4 MB. With more blocks, the hottest half of this number stays."""
+"""The most blocks that are remembered, some 4 MB. When there are more, the hottest half stays."""
 MOST_NOTED_BLOCKS = 1 << 15
-"""The most blocks that are recorded between two counts, as no stream gets a token while they are counted."""
+"""The most blocks that are recorded between two counts. No stream gets a token while they are counted."""
 _LEAST_USES = 0.5
-"""Uses below which a block is forgotten."""
+"""The number of uses below which a block is forgotten."""
 
 
 class Heat:
@@ -54,7 +54,7 @@ class Heat:
         return noted
 
     def fade(self, seconds: float) -> None:
-        """Decay all counts by the seconds since the last call."""
+        """Let all counts decay by the seconds since the last call."""
         fade = 0.5 ** (seconds / HALF_LIFE_S)
         self._uses = {key: left for key, num in self._uses.items() if (left := num * fade) >= _LEAST_USES}
 
@@ -70,8 +70,10 @@ class Heat:
 
 
 def _hottest(uses: dict[BlockKey, float], number: int) -> dict[BlockKey, float]:
-    """Return the `number` hottest blocks, in their present order. Of equally hot blocks the first are taken,
-    as they are earlier blocks of their prompts."""
+    """Return the `number` hottest blocks, in their present order.
+
+    Among equally hot blocks the first are taken, as they are earlier blocks of their prompts.
+    """
     numbers = np.fromiter(uses.values(), np.float64, len(uses))
     least = np.partition(numbers, -number)[-number]
     is_kept = numbers > least
