@@ -1,1 +1,1 @@
-"""Accepted requests: their states, their owner, the decisions about them."""
+"""Accepted requests: their states, the registry that owns them, and the decisions about them."""

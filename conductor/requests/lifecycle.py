@@ -1,11 +1,11 @@
-"""A request's life as the Conductor sees it: its states, the ways between them, and all that is known of it.
+"""The life of a request for the Conductor: its states, the allowed changes of state, and its record.
 
     WAITING ──> RESERVING ──> PREFILLING ──> DECODING ──> FINISHED
-       │         ^
-       └> QUEUED ┘
+     │               ^
+     └> QUEUED ──────┘
 
-    RESUMING ──> PREFILLING, DECODING (its instances have gone on with it)
-             ──> WAITING, INTERRUPTED (they have not)
+    RESUMING ──> PREFILLING, DECODING      (its instances have gone on with the request)
+             ──> WAITING, INTERRUPTED      (its instances have not)
     RESERVING, PREFILLING, DECODING ──> WAITING (retry)
                                     ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
     every state that is not an end  ──> ABORTED, REJECTED, REFUSED, FAILED
@@ -25,9 +25,9 @@ from mooncake.messages.requests import Ref, Request
 class RequestState(Enum):
     """The states of a request. The last five are ends.
 
-    A request is REFUSED if its instance does not serve a thing that it asks for. A decode instance that
-    refuses a request in the double check of the TBT SLO (`DecodeRefused`) does not end it: the instance is
-    added to `TrackedRequest.refused_by`.
+    A request ends as REFUSED if it asks for a feature that its instance does not serve. A refusal in the
+    double check of the TBT SLO (`DecodeRefused`) is no end: the decode instance is added to
+    `TrackedRequest.refused_by`.
     """
 
     RESUMING = auto()  # an earlier Conductor had it, and its instances may tell that they still do
@@ -67,12 +67,11 @@ _ALLOWED = {state: frozenset() if state in _ENDS else _NEXT[state] | _CUT_SHORT 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request as the registry knows it, accepted or about to be.
+    """The registry's record of a request that is accepted, or about to be.
 
-    Only `conductor.requests.registry` makes it, changes its state, and gives it a pair or takes the pair
-    away.
+    Only `conductor.requests.registry` makes records, changes their state, and gives or takes their pairs.
 
-    Three fields protect a request. What may still happen to it:
+    Three fields protect a request. They decide which of these can still happen to it:
 
         field set           admission checks    double check    without a pair
         none                yes                 yes             REJECTED
@@ -90,7 +89,7 @@ class TrackedRequest:
 
     Without a pair: the end of the request if no pair can be expected to have room for it.
 
-    A failure may end the request as FAILED in any row, and its client or front may end it as ABORTED.
+    In every row a failure can end the request as FAILED, and its client or front can end it as ABORTED.
     """
 
     request: Request
@@ -102,30 +101,36 @@ class TrackedRequest:
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
     assignment: Assignment | None = None
-    """The pair, and the load that the request adds to it; None unless `state` is in `PLACED`."""
+    """The pair, and the load that the request adds to the pair; None unless `state` is in `PLACED`."""
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
-    """The pair's socket identities in each failed attempt. Attempts that failed because an instance of the
-    pair was lost are left out."""
-    refused_by: set[str] = field(default_factory=set)
-    """The decode instances that have refused the request since it last failed or joined the admission queue
-    again."""
-    is_promised: bool = False
-    """Whether no prediction may reject the request, as an attempt has failed, its instance has drained, or an
-    earlier Conductor had accepted it."""
-    may_have_begun: bool = False
-    """Whether the front may have got output tokens, so that later attempts may not be refused.
+    """For each failed attempt, the socket identities of its pair.
 
-    Set before the first token: when the Conductor orders decoding, or begins the prefill of an inlined
-    prompt. Reset if the decode instance refuses the attempt in the double check: then no token has left.
+    An attempt that failed because an instance of its pair was lost is left out.
+    """
+    refused_by: set[str] = field(default_factory=set)
+    """The decode instances that have refused the request.
+
+    The set is emptied when the request fails, or joins the admission queue again.
+    """
+    is_promised: bool = False
+    """Whether no prediction may reject the request any more.
+
+    True after an attempt has failed, after its instance has drained, and if an earlier Conductor accepted it.
+    """
+    may_have_begun: bool = False
+    """Whether the front may have output tokens of the request. If so, no instance may refuse later attempts.
+
+    The flag is set before the first token: when the Conductor orders decode, or begins the prefill of an
+    inlined prompt. The flag is reset if the decode instance refuses the attempt in the double check, as no
+    token has left then.
     """
     last_failure: str = ""
     num_attempts: int = 0
-    """The number of attempts so far, those at destinations of migrations included."""
+    """The number of attempts so far, including attempts at destinations of migrations."""
     migration: Migration | None = None
-    """The migration in progress, if `state` is DECODING."""
+    """The migration in progress; None without one. Only a DECODING request has one."""
     refused_moves: dict[bytes, float] = field(default_factory=dict)
-    """The time at which each life of an instance last refused the request as the destination of a
-    migration."""
+    """The time of the latest refusal of a migration by each life of an instance."""
     num_charged_tokens: int = 0
     """Tokens charged to the tenant's quota when the request was accepted."""
     num_unlisted: int = 0
@@ -164,7 +169,7 @@ class TrackedRequest:
 
     @property
     def why_it_waits(self) -> str:
-        """The last failure, phrased as the end of an error message; empty without one."""
+        """The last failure, as the end of an error message; empty if there was none."""
         return f" ({self.last_failure})" if self.last_failure else ""
 
     def new_ref(self, epoch: int) -> Ref:
@@ -173,8 +178,7 @@ class TrackedRequest:
         return Ref(epoch, self.request_id, self.num_attempts)
 
     def time_left_s(self, now_s: float) -> float | None:
-        """Return the seconds until the first token is due, less than 0 when it is late; None without a TTFT
-        SLO."""
+        """Return the seconds until the first token is due, below 0 if it is late; None without a TTFT SLO."""
         return None if self.slos.ttft_s is None else self.submitted_s + self.slos.ttft_s - now_s
 
     def is_late(self, first_token_s: float) -> bool:
@@ -182,7 +186,7 @@ class TrackedRequest:
         return self.slos.ttft_s is not None and first_token_s > self.submitted_s + self.slos.ttft_s
 
     def move_to(self, state: RequestState) -> None:
-        """Change the state. The change must be in the table of the module's docstring."""
+        """Change the state. The module's docstring lists the allowed changes."""
         is_allowed = state in _ALLOWED[self.state]
         assert is_allowed, f"{self.request_id}: {self.state.name} -> {state.name}"
         self.state = state

@@ -1,4 +1,4 @@
-"""One migration as the Conductor sees it: its steps, the ways between them, and all that is known of it.
+"""One migration for the Conductor: its steps, the allowed changes of step, and its record.
 
     COPYING <──> PREPARING ──> HANDING_OVER ──> (moved)
         │                        ^    │
@@ -39,16 +39,16 @@ _NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
 }
 
 MAX_ROUNDS = 3
-"""The most rounds of copies. After the last, the source hands over, however much it has drawn meanwhile."""
+"""The most rounds of copies. After the last round the source hands over, however many tokens are lacking."""
 
 
 def step_behind_copies(
     num_lacking: int, num_rounds: int, block_size: int, *, has_waited: bool
 ) -> MigrationStep:
-    """Return the step that follows when the source has stored the request's full blocks.
+    """Return the step that follows after the source has stored the request's full blocks.
 
-    The first step is PREPARING. Afterwards it depends on the tokens that the destination lacks, and would
-    compute again while all streams of its batch wait:
+    The first time the step is PREPARING. Afterwards the step depends on the tokens that the destination
+    lacks. The destination would compute them again while all streams of its batch wait:
 
         more than a block                              PREPARING: full blocks can be loaded
         more than half a block, for the first time     COPYING, as soon as one more block is full
@@ -56,7 +56,7 @@ def step_behind_copies(
         at most half a block                           HANDING_OVER
 
     Args:
-        num_lacking: Tokens whose KVCache the destination has not loaded, the newest included.
+        num_lacking: Tokens whose KVCache the destination has not loaded, including the newest token.
         num_rounds: Rounds in which the destination has loaded blocks.
         block_size: Tokens of a block.
         has_waited: Whether the source has waited for a block to become full.
@@ -77,7 +77,7 @@ class Migration:
     ref: Ref
     """The name of the attempt that the request will have at its destination."""
     destination: Destination
-    """The destination, and the request's share of the load there."""
+    """The destination's instance, and the request's share of the load there."""
     reason: MigrationReason
     began_s: float
     deadline_s: float
@@ -94,15 +94,15 @@ class Migration:
     num_loaded_tokens: int = 0
     """Tokens whose KVCache the destination has loaded."""
     outcome: MigrationOutcome | None = None
-    """The outcome, set when it is known, at the latest when the migration ends."""
+    """The outcome of the migration; None until it is known."""
 
     @property
     def has_ordered_hand_over(self) -> bool:
-        """Whether the source was ordered to hand over, so that it may have stopped decoding."""
+        """Whether the source was ordered to hand over. If so, it may have stopped decoding."""
         return self.step in (MigrationStep.HANDING_OVER, MigrationStep.STRANDED)
 
     def move_to(self, step: MigrationStep) -> None:
-        """Change the step. The change must be in the table of the module's docstring."""
+        """Change the step. The module's docstring lists the allowed changes."""
         is_allowed = step in _NEXT[self.step]
         assert is_allowed, f"{self.ref}: {self.step.name} -> {step.name}"
         self.step = step

@@ -6,7 +6,7 @@
     C -> source HandOver, -> HandedOver     the request leaves the source's batch
     C -> destination TakeOver               its destination decodes it from now on
 
-Owns: which orders follow which answers, what ends a migration. Does not know: why a request moves, the
+Owns: which orders follow which answers, and the end of a migration. Does not know: why a request moves, the
 steps of requests that do not move (`conductor.requests.worker_reports`).
 """
 
@@ -27,11 +27,11 @@ from mooncake.messages.operators import Migrate, Migrates
 from mooncake.messages.workers import InstanceState, Role
 
 RETRY_AFTER_S = 5.0
-"""Seconds for which an instance that has refused a request is not chosen for it again."""
+"""Seconds in which an instance that has refused a request is not chosen for this request again."""
 
 
 class Migrations:
-    """The component that moves requests of the registry between decode instances."""
+    """Moves requests of the registry between decode instances."""
 
     def __init__(self, requests: Requests, settings: PolicySettings) -> None:
         self._requests, self._view, self._limits = requests, requests.view, requests.limits
@@ -46,14 +46,14 @@ class Migrations:
         return self._requests.migrating
 
     def may_move(self, tracked: TrackedRequest) -> bool:
-        """Return whether the request is being decoded, and may leave its instance now."""
+        """Return whether the request can leave its instance now. It must be in decode."""
         return not self._why_it_stays(tracked)
 
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
-        """Return the best instance to which a request may move: the least predicted TBT decides.
+        """Return the best instance to which a request can move: the one with the least predicted TBT.
 
-        Only instances with a batch slot and pages of their own for the request count. An instance that would
-        miss the TBT SLO is skipped, unless the source misses it by more. Returns None if no instance is left,
+        Only instances with a batch slot and device pages of their own for the request count. An instance that
+        would miss the TBT SLO counts only if the source misses the SLO by more. None if no instance is left,
         or if the request may not move.
         """
         if not self.may_move(tracked):
@@ -127,7 +127,7 @@ class Migrations:
     def begin(
         self, tracked: TrackedRequest, destination: Instance, reason: MigrationReason, now_s: float
     ) -> list[Effect]:
-        """Begin to move a request, and return the orders; none if the request may not move there.
+        """Begin to move a request, and return the orders; none if the request cannot move there.
 
         Args:
             tracked: A request that is being decoded.
@@ -165,8 +165,10 @@ class Migrations:
     # -- what workers say ---------------------------------------------------------------------------
 
     def on_pre_copied(self, tracked: TrackedRequest, pre_copied: PreCopied, now_s: float) -> list[Effect]:
-        """Order the next step after a copy: a fetch by the destination, the hand-over, or one more block to
-        copy."""
+        """Return the order of the next step after a copy of blocks.
+
+        The order is a fetch by the destination, the hand-over, or the copy of one more block.
+        """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.COPYING:
             return []
@@ -197,10 +199,10 @@ class Migrations:
         return [Effect(migration.destination.instance.identity, prepare)]
 
     def on_prepared(self, tracked: TrackedRequest, prepared: Prepared, now_s: float) -> list[Effect]:
-        """Order the source to copy another round, or to hand over if that was the last round.
+        """Order the source to copy another round, or to hand over after the last round.
 
-        The migration ends if blocks found no room in the pool of source or destination: the destination would
-        compute them again, and that would pause the stream.
+        If the destination lacks many tokens, the migration ends: blocks found no room in the pool of source
+        or destination. The destination would compute these tokens again, and that would pause the stream.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.PREPARING:
@@ -224,8 +226,8 @@ class Migrations:
         """Order the destination to decode a request that its source has handed over.
 
         Returns:
-            The order to take the request over; None if no destination may decode the request, which
-            must then be placed again.
+            The order to take the request over. None if no destination may decode it: then the caller must
+            place the request again.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.HANDING_OVER:
@@ -244,7 +246,7 @@ class Migrations:
     # -- ends ---------------------------------------------------------------------------------------
 
     def end_refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """End a migration whose destination has no room, or has failed. No attempt is counted as failed."""
+        """End a migration whose destination has no room or has failed. No failed attempt is counted."""
         assert tracked.migration is not None
         tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
         return self._give_up(tracked, MigrationOutcome.REFUSED)
@@ -255,8 +257,10 @@ class Migrations:
         return [effect for tracked in self._to(lost) for effect in self._give_up(tracked, outcome)]
 
     def call_off(self, instance: Instance) -> list[Effect]:
-        """End the migrations to an instance that takes no more requests, except those that are being handed
-        over."""
+        """End the migrations to an instance that takes no more requests.
+
+        Migrations whose hand-over was ordered are not ended.
+        """
         return [
             effect
             for tracked in self._to([instance])
@@ -265,11 +269,11 @@ class Migrations:
         ]
 
     def end_late(self, now_s: float) -> tuple[list[Effect], list[TrackedRequest]]:
-        """End the migrations past their deadline, except those that were ordered to hand over.
+        """End the migrations past their deadline whose hand-over was not ordered yet.
 
         Returns:
-            The effects; and the late requests that were ordered to hand over. They are to be placed again, as
-            their sources may have stopped decoding them.
+            The effects, and the late requests whose hand-over was ordered. The caller must place these again,
+            as their sources may have stopped decoding them.
         """
         effects, stopped = list[Effect](), list[TrackedRequest]()
         for tracked in list(self._requests.migrating.values()):
@@ -292,9 +296,9 @@ class Migrations:
         ]
 
     def _give_up(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """End a migration whose source goes on decoding.
+        """Give up a migration, while its source goes on decoding.
 
-        If the source may have stopped already, only the destination is given up, until `HandedOver` comes.
+        If the source may have stopped already, only the destination is given up, and `HandedOver` is awaited.
         """
         assert tracked.migration is not None
         if tracked.migration.step is MigrationStep.STRANDED:

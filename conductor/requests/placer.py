@@ -1,7 +1,7 @@
 """Decisions about accepted requests: a pair of instances, the admission queue, preemption, rejection.
 
-Owns: these decisions, and the order in which requests are placed. Does not know: what fronts and workers say,
-how a pair is chosen (`conductor.scheduling.algorithm1`), which requests are too many
+Owns: these decisions, and the order in which requests are placed. Does not know: the messages of fronts and
+workers, how a pair is chosen (`conductor.scheduling.algorithm1`), which requests are too many
 (`conductor.admission.overload`).
 """
 
@@ -21,14 +21,14 @@ from mooncake.messages.workers import STAGES
 
 
 class Placer:
-    """The component that places, queues, preempts and rejects the requests of the registry."""
+    """Places, queues, preempts and rejects the requests of the registry."""
 
     def __init__(self, requests: Requests, scheduler: Scheduler, admission: Admission) -> None:
         self._requests, self._scheduler, self._admission = requests, scheduler, admission
         self._instances, self._limits, self._stats = requests.instances, requests.limits, requests.stats
         self._preemption = Preemption(requests)
         self._num_released = 0
-        """The registry's number of released pairs when the admission queue was last tried."""
+        """The registry's number of released pairs at the latest try of the admission queue."""
 
     # -- new requests -------------------------------------------------------------------------------
 
@@ -41,19 +41,19 @@ class Placer:
         return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
 
     def reject_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a running request in favour of a new one, as the limit of running requests is reached.
+        """Reject a running request in favour of a new one, because the limit of running requests is reached.
 
-        Returns no effects if no request yields, or if the new request would get no pair even then.
+        Returns no effects if no request yields, or if the new request would still get no pair.
         """
         if self._preemption.first(tracked, 0.0, now_s) is None:
-            return []  # nothing yields, wherever the new one would go, which is cheaper to find
+            return []  # no request yields on any instance: this check is cheaper than a placement
         placement = self._schedule(tracked, now_s)
         if placement is None:
             return []
         placement, rejection = self._checked(tracked, placement, now_s)
         if rejection is None:
             other = self._preemption.first(tracked, placement.prediction.prefill_s, now_s)
-        else:  # it needs the room of these, too
+        else:  # it needs the room of the victims, too
             other = next(iter(self._victims(tracked, placement, rejection, now_s)), None)
         if other is None:
             return []
@@ -64,9 +64,9 @@ class Placer:
     # -- one request --------------------------------------------------------------------------------
 
     def place(self, tracked: TrackedRequest, now_s: float, *, may_preempt: bool = True) -> list[Effect]:
-        """Place the request on a pair, or let it wait, or reject it.
+        """Place the request on a pair, let it wait, or reject it.
 
-        If there are no effects, the request waits: WAITING for a pair with room, or QUEUED for load to fall.
+        Without effects the request waits: in state WAITING for a pair with room, or QUEUED for load to fall.
         """
         placement = self._schedule(tracked, now_s)
         if placement is None:
@@ -88,11 +88,10 @@ class Placer:
     def place_after_refusal(
         self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
     ) -> list[Effect]:
-        """Place a request again after the decode instance `decode` has refused it in the double check
-        (section 3).
+        """Place a request again after the decode instance `decode` has refused it (double check, section 3).
 
-        If all decode instances have refused it, or it would be late on another one, it waits in the admission
-        queue or is rejected.
+        If all decode instances have refused the request, or another one would be too late, the request waits
+        in the admission queue or is rejected.
         """
         effects = self._requests.release(tracked, RequestState.WAITING, now_s)
         tracked.refused_by.add(decode.name)
@@ -104,18 +103,21 @@ class Placer:
         return effects
 
     def drain(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Move requests that have not begun from an instance that is being emptied to others with room."""
+        """Move requests that have not begun from an instance that is being emptied.
+
+        They move only to instances with room.
+        """
         effects = []
         here = [self._requests.by_id[request_id] for request_id in instance.requests]
         not_begun = [tracked for tracked in here if self._requests.has_not_begun(tracked)]
         for tracked in not_begun:
-            tracked.is_promised = True  # before the first one goes: it must not preempt the next
+            tracked.is_promised = True  # before the first one is placed: it must not preempt the next
         for tracked in not_begun:
             placement = self._schedule(tracked, now_s)
             if placement is None or placement.decode.name in tracked.refused_by:
                 continue
             effects += self._requests.release(tracked, RequestState.WAITING, now_s)
-            # The request's own load is gone now, which may only make another pair better.
+            # The request's own load is gone now, so another pair may be better.
             placement = self._schedule(tracked, now_s) or placement
             effects += self._assign(tracked, placement, now_s)
         return effects
@@ -143,17 +145,17 @@ class Placer:
     def _checked(
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> tuple[Placement, Rejection | None]:
-        """Return the placement that best meets the SLOs, and a rejection if it still misses an SLO.
+        """Return the placement that best meets the SLOs, and a rejection if it misses an SLO.
 
-        A placement that misses the TTFT SLO is replaced:
+        If `placement` misses the TTFT SLO, these placements are tried:
 
-        1. If the prompt would wait for blocks that others compute: by the placement with the soonest first
-           token, even if the blocks are computed again there.
-        2. If that misses the TTFT SLO as well: by a placement of the other kind (inlined instead of a pair,
-           or a pair instead of inlined), provided that it meets both SLOs.
+        1. If the prompt would wait for blocks that other prompts compute: the placement with the soonest
+           first token, even if it computes the blocks again.
+        2. If the TTFT SLO is still missed: a placement of the other kind, inlined or a pair. It is taken only
+           if it meets both SLOs.
 
         Returns:
-            The chosen placement; and the rejection for the SLO that it misses, None if it misses no SLO.
+            The chosen placement, and the rejection for the SLO that it misses; None if it misses no SLO.
         """
         if not tracked.may_be_rejected:
             return placement, None
@@ -184,7 +186,7 @@ class Placer:
         return [order, *self._preempt_late(tracked, placement, now_s)]
 
     def _has_no_other_try(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
-        """Return whether a refused request has no decode instance left, or no time to try another one."""
+        """Return whether a refused request has no further decode instance to try, or no time to try one."""
         if not (tracked.refused_by and tracked.may_be_refused):
             return False
         if placement.decode.name in tracked.refused_by:
@@ -192,7 +194,7 @@ class Placer:
         return tracked.is_late(now_s + placement.prediction.ttft_s)
 
     def _wait_for_instances(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Let a request that no pair has room for wait; end it if no pair can be expected to have room."""
+        """Let a request wait for a pair with room, or end it if no such pair can be expected."""
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
         missing = next((stage for stage in STAGES if self._instances.lacks(stage)), None)
@@ -205,8 +207,7 @@ class Placer:
         return self._reject_if_overdue(tracked, now_s)
 
     def _reject_if_overdue(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a request that no pair has room for, once it has waited for longer than its TTFT SLO
-        allows."""
+        """Reject a request without a pair if it has waited for longer than its TTFT SLO allows."""
         if not tracked.may_be_rejected:
             return []
         rejection = self._admission.check_wait(tracked.slos, now_s - tracked.submitted_s)
@@ -217,7 +218,7 @@ class Placer:
     # -- the admission queue ------------------------------------------------------------------------
 
     def retry_waiting(self, now_s: float) -> list[Effect]:
-        """Try to place all waiting requests, as time has passed or an instance has joined."""
+        """Try to place all waiting requests, after time has passed or an instance has joined."""
         effects = self._place_queued(now_s, reject=True)
         for tracked in list(self._requests.by_id.values()):
             if tracked.state is RequestState.WAITING:
@@ -225,8 +226,10 @@ class Placer:
         return effects
 
     def retry_queued(self, now_s: float) -> list[Effect]:
-        """Try to place queued requests if requests have left their pairs since the last try. To be
-        called after every event."""
+        """Try to place queued requests, if requests have left their pairs since the latest try.
+
+        The caller must call it after every event.
+        """
         if self._num_released == self._requests.num_released:
             return []
         effects = self._place_queued(now_s)
@@ -236,7 +239,7 @@ class Placer:
     def _enqueue_if_in_time(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
         """Enqueue the request if its first token would be in time and the queue is not full (section 7).
 
-        Returns whether it is in the queue now, where it waits for load to fall.
+        Returns whether the request is in the queue now.
         """
         if tracked.slos.ttft_s is None or tracked.is_late(now_s + placement.prediction.ttft_s):
             return False
@@ -247,16 +250,17 @@ class Placer:
         return True
 
     def _place_queued(self, now_s: float, *, reject: bool = False) -> list[Effect]:
-        """Place the queued requests in order, as far as there is room.
+        """Place the queued requests in order, if there is room for them.
 
-        A request without room holds up later requests that need at least as much: requests with the same TBT
-        SLO and a prompt at least as long. `reject`: reject requests that are held up and have no slack left.
+        A request without room holds up later requests that need at least as much room: those with the same
+        TBT SLO and a prompt of at least the same length. `reject`: also reject requests that are held up and
+        have no slack left.
         """
         if not self._requests.admission_queue:
             return []
         effects: list[Effect] = []
         blocked: dict[float | None, int] = {}
-        """Tokens of the shortest prompt for which there was no room, by TBT SLO."""
+        """By TBT SLO, the tokens of the shortest prompt for which there was no room."""
         for tracked in self._preemption.in_order(self._requests.admission_queue.values(), now_s):
             num_tokens, tbt_slo_s = len(tracked.request.token_ids), tracked.slos.tbt_s
             if num_tokens >= blocked.get(tbt_slo_s, math.inf):
@@ -268,7 +272,7 @@ class Placer:
         return effects
 
     def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a queued request that is held up and has no slack left."""
+        """Reject a queued request that is held up, if it has no slack left."""
         placement = self._schedule(tracked, now_s)
         if placement is None:
             return self._reject_if_overdue(tracked, now_s)
@@ -278,7 +282,7 @@ class Placer:
         return []
 
     def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
-        """If the admission queue is too long, reject the last of its requests that may be rejected."""
+        """If the admission queue is too long, reject the last request in its order that may be rejected."""
         most, queue = self._limits.max_waiting, self._requests.admission_queue
         if len(queue) <= most:
             return []
@@ -302,7 +306,7 @@ class Placer:
         return self._preemption.enough(tracked, placement, now_s, is_enough, elsewhere_too=elsewhere_too)
 
     def _preempt(self, others: list[TrackedRequest], tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Release `others`, place the request, and then place `others` again."""
+        """Release `others`, place `tracked`, and then place `others` again."""
         effects = self._release_all(others, now_s)
         placement = self._schedule(tracked, now_s, may_compute_again=True)
         assert placement is not None
@@ -310,8 +314,7 @@ class Placer:
         return effects + self._place_all(others, now_s)
 
     def _preempt_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
-        """Place again the lower-class requests that have become late because `tracked` was placed before
-        them."""
+        """Place requests of lower classes again that have become late because `tracked` goes before them."""
         if not self._requests.view.loads.has_several_priorities:
             return []
         late = []
@@ -349,9 +352,9 @@ class Placer:
         return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry))]
 
     def refuse(self, tracked: TrackedRequest, reason: str, param: str | None, now_s: float) -> list[Effect]:
-        """End a request that asks for something that its instance does not serve.
+        """End a request that asks for a feature that its instance does not serve.
 
-        `param`: the request's field that asks for it; None if there is no such field.
+        `param`: the field of the request that asks for the feature; None without such a field.
         """
         effects = self._requests.cut_short(tracked, RequestState.REFUSED, now_s)
         failed = Failed(tracked.request_id, reason, is_refused=True, param=param)
@@ -360,7 +363,7 @@ class Placer:
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> Effect:
-        """Return the message that tells a front that a request, new or accepted, is rejected.
+        """Return the message to a front that a new or accepted request is rejected, and count the rejection.
 
         `retry_after_s` is in seconds.
         """
@@ -370,12 +373,12 @@ class Placer:
         return Effect(front, Rejected(request_id, reason, reason.status, message, retry_after_s))
 
     def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
-        """Reject a request that would miss an SLO (Algorithm 1, line 26), by HTTP 429."""
+        """Reject with HTTP 429 a request that would miss an SLO (Algorithm 1, line 26)."""
         self._admission.learn_rejection(tracked.request, rejection, now_s)
         return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
 
     def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
-        """Reject a request whose client has read nothing; fail a request whose output has begun."""
+        """Reject a request whose client has got nothing yet; fail a request whose output has begun."""
         if tracked.may_have_begun:
             return self.fail(tracked, message, now_s)
         return self._reject(tracked, reason, message, now_s)

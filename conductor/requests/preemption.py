@@ -1,12 +1,11 @@
-"""The choice of requests that yield to others: a lower class yields, or a tenant with too much work.
+"""The choice of requests that yield to another one, by their class and by their tenant's work.
 
-A request that would be rejected may preempt others that have not begun. Requests of the highest priority
-number yield first. Of equal priority, requests of the tenant with the most work yield, as long as this tenant
-keeps at least as much work as the preempting request's tenant. Each such step leads towards max-min fairness.
-The latest request of a tenant yields first.
+A request that would be rejected may preempt requests that have not begun. Requests with the highest priority
+number yield first. If priorities are equal, requests of the tenant with the most work yield, provided that
+this tenant keeps at least as much work as the preempting request's tenant. Each such step leads towards
+max-min fairness. Of one tenant the latest request yields first.
 
-Owns: the order. Does not know: how many requests are enough, what becomes of preempted
-requests.
+Owns: the order. Does not know: how many requests are enough, where preempted requests go.
 """
 
 from collections import defaultdict
@@ -21,13 +20,13 @@ from mooncake.messages.aging import aged_priority
 
 
 class Contender(NamedTuple):
-    """A request that needs room, or a request that may yield room to another one."""
+    """A request that needs room, or a request that may yield its room."""
 
     tracked: TrackedRequest
     level: int
-    """The priority number, lowered by aging while the request waits."""
+    """The priority number, which aging lowers while the request waits."""
     device_s: float
-    """Predicted seconds of devices that the request takes."""
+    """Predicted device seconds that the request takes."""
 
     @property
     def tenant(self) -> str:
@@ -43,7 +42,7 @@ def preemptible(
     Args:
         contender: The request that needs room.
         not_begun: The requests that may be preempted, oldest first.
-        shares_s: The work of each tenant in seconds, without that of `contender`.
+        shares_s: The work of each tenant in device seconds, without `contender`'s own.
     """
     left = sorted(not_begun, key=lambda other: other.level)[::-1]
     shares_s = defaultdict(float, shares_s)
@@ -64,20 +63,20 @@ def _yields(other: Contender, contender: Contender, shares_s: Mapping[str, float
 
 
 class Preemption:
-    """The choice of requests to preempt, among all accepted requests."""
+    """Chooses requests to preempt among all accepted requests."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
     def may_yield(self, tracked: TrackedRequest) -> bool:
-        """Return whether the request may be preempted: nothing of it is computed, and it may be rejected."""
+        """Return whether the request may be preempted: it has not begun, and it may be rejected."""
         return tracked.may_be_rejected and self._requests.has_not_begun(tracked)
 
     def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
-        """Return the placed request that yields first to the new request `tracked`; None if no request does.
+        """Return the placed request that yields first to the new request `tracked`; None if none yields.
 
-        `device_s`: predicted seconds of the new request's prefill. If it is 0 and the result is
-        None, no request would yield to the new request, however short that is.
+        `device_s`: predicted seconds of the new request's prefill. With 0, None means that no request would
+        yield however short the new prompt is.
         """
         victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
         return None if victim is None else victim.tracked
@@ -95,13 +94,13 @@ class Preemption:
 
         Args:
             tracked: The request that needs room.
-            placement: The pair that it would get.
+            placement: The pair that the request would get.
             now_s: The time.
             is_enough: A function that returns whether an amount of freed work suffices.
             elsewhere_too: Whether requests on other prefill instances may be preempted, too.
 
         Returns:
-            The requests, in the order of preemption; empty if all of them would not be enough.
+            The requests to preempt, in order; empty if preempting all of them would not be enough.
         """
         here = placement.prefill.name
         others = [other for other in self._requests.by_id.values() if elsewhere_too or other.prefill == here]
@@ -116,7 +115,7 @@ class Preemption:
         return []
 
     def in_order(self, waiting: Iterable[TrackedRequest], now_s: float) -> list[TrackedRequest]:
-        """Return the requests sorted by aged priority, then by the work of the tenant, then by arrival."""
+        """Return the requests sorted by aged priority, then by their tenant's work, then by arrival."""
         shares_s = self._shares_s()
         return sorted(
             waiting,
@@ -134,14 +133,14 @@ class Preemption:
         not_begun = [
             Contender(other, _level(other, now_s), other.placed.device_s)
             for other in others
-            # Most are of the tenant itself when it sends more than may run: these are sorted out cheaply.
+            # If a tenant sends more than may run, most requests are its own: this skips them cheaply.
             if (other.request.tenant != tenant or _level(other, now_s) != level) and self.may_yield(other)
         ]
         shares_s = self._shares_s() if not_begun else {}
         return preemptible(Contender(tracked, level, device_s), not_begun, shares_s)
 
     def _shares_s(self) -> Mapping[str, float]:
-        """Return the predicted seconds of each tenant's placed requests."""
+        """Return the predicted device seconds of each tenant's placed requests."""
         shares_s: defaultdict[str, float] = defaultdict(float)
         for tracked in self._requests.by_id.values():
             if tracked.assignment is not None:

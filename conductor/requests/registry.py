@@ -1,7 +1,7 @@
-"""The owner of accepted requests, which makes every change of a request's state and pair.
+"""The owner of accepted requests. Only this module changes a request's state and pair.
 
 Owns: the accepted requests, the admission queue, the orders that a change of state needs. Does not know:
-which pair is chosen, why a request ends, what fronts and workers say.
+which pair is chosen, why a request ends, the messages of fronts and workers.
 """
 
 from collections import Counter
@@ -29,12 +29,12 @@ class Requests:
 
     Invariants of a request between two calls:
 
-    - It is in `by_id` from `accept` to its end.
+    - It is in `by_id` from `accept` until it ends.
     - It has an assignment exactly if its state is in `PLACED`. Then both instances of its pair have it among
-      their `requests`; the prefill instance only until prefill has ended.
+      their `requests`. The prefill instance has it only until prefill has ended.
     - It is in `admission_queue` exactly if its state is QUEUED.
-    - It is in `migrating` exactly if it has a migration. Then its state is DECODING, and the destination has
-      it among its `requests`, too, unless the migration is STRANDED.
+    - It is in `migrating` exactly if it has a migration. Then its state is DECODING. The destination has it
+      among its `requests`, too, unless the migration is STRANDED.
     """
 
     def __init__(
@@ -48,26 +48,31 @@ class Requests:
         self.admission_queue: dict[str, TrackedRequest] = {}
         self.migrating: dict[str, TrackedRequest] = {}
         self.num_released = 0
-        """The number of times that requests have left instances."""
+        """The number of times that a request has left instances."""
         self._assignments = Assignments(view, settings, self.stats)
         self._has_double_check = settings.has_double_check
         self._num_of_tenant: Counter[str] = Counter()
         self._num_at_front: Counter[tuple[str, bytes]] = Counter()
-        """Accepted requests by tenant and front."""
+        """The number of accepted requests by tenant and front."""
         self.quotas = Quotas()
         self._num_migrations: Counter[bytes] = Counter()
-        """The number of migrations in progress from and to each instance. A migration whose destination was
-        given up counts at its source only."""
+        """The number of migrations in progress from and to each instance.
+
+        A migration whose destination was given up counts at its source only.
+        """
 
     # -- questions ----------------------------------------------------------------------------------
 
     @property
     def strictest_tbt_slo_s(self) -> float | None:
-        """The least TBT SLO in seconds of all placed requests; None without any."""
+        """The smallest TBT SLO in seconds of all placed requests; None if no request has one."""
         return self._assignments.strictest_tbt_slo_s
 
     def slos_in_batch(self, tracked: TrackedRequest) -> SLOs:
-        """Return the request's SLOs, with the TBT SLO of the strictest request that may share its batch."""
+        """Return the request's SLOs. If there are SLO classes, the strictest placed request sets the TBT SLO.
+
+        The strictest request may share the batch.
+        """
         if not self.limits.slo_classes:
             return tracked.slos
         both_s = (tracked.slos.tbt_s, self.strictest_tbt_slo_s)
@@ -76,14 +81,16 @@ class Requests:
         )
 
     def has_not_begun(self, tracked: TrackedRequest) -> bool:
-        """Return whether the request has a pair, and nothing of its prompt has been computed there."""
+        """Return whether the request has a pair, but none of its prompt has been computed there."""
         if tracked.state is RequestState.PREFILLING:
             return not (tracked.may_have_begun or self._assignments.has_begun(tracked.placed))
         return tracked.state is RequestState.RESERVING
 
     def is_within_equal_part(self, tenant: str) -> bool:
-        """Return whether one more request leaves the tenant within an equal part of
-        `max_running_requests`."""
+        """Return whether one more request leaves the tenant within an equal part of the limit.
+
+        The limit is `max_running_requests`.
+        """
         num_tenants = len(self._num_of_tenant) + (tenant not in self._num_of_tenant)
         return (self._num_of_tenant[tenant] + 1) * num_tenants <= self.limits.max_running_requests
 
@@ -92,7 +99,7 @@ class Requests:
         return self._num_of_tenant[tenant] - self._num_at_front[tenant, front]
 
     def current(self, ref: Ref) -> TrackedRequest | None:
-        """Return the placed request whose present attempt is `ref`."""
+        """Return the placed request whose present attempt is `ref`; None if there is none."""
         tracked = self.by_id.get(ref.request_id)
         return tracked if tracked is not None and tracked.ref == ref and tracked.state in PLACED else None
 
@@ -101,7 +108,7 @@ class Requests:
         return self._num_migrations[instance.identity]
 
     def coming(self, ref: Ref) -> TrackedRequest | None:
-        """Return the migrating request whose attempt at its destination will be `ref`."""
+        """Return the migrating request whose attempt at its destination will be `ref`; None without one."""
         tracked = self.migrating.get(ref.request_id)
         is_meant = tracked is not None and tracked.migration is not None and tracked.migration.ref == ref
         return tracked if is_meant else None
@@ -109,14 +116,14 @@ class Requests:
     # -- a request's steps --------------------------------------------------------------------------
 
     def new(self, front: bytes, request: Request, now_s: float) -> TrackedRequest:
-        """Return a tracked request for a front's submission. The request is not accepted yet."""
+        """Return a record for a request that a front has submitted. The request is not accepted yet."""
         ref = Ref(self.epoch, request.request_id, 0)
         return TrackedRequest(request, front, self.limits.slos_of(request), ref, now_s, now_s)
 
     def resumed(self, front: bytes, request: Request, waited_s: float, now_s: float) -> TrackedRequest:
-        """Return a tracked request for a request that an earlier Conductor had accepted, as `front` reports.
+        """Return a record for a request that an earlier Conductor had accepted, as `front` reports.
 
-        `waited_s`: the seconds since its submission.
+        `waited_s`: the seconds since the request's submission.
         """
         tracked = self.new(front, request, now_s)
         tracked.submitted_s = now_s - waited_s
@@ -125,7 +132,7 @@ class Requests:
         return tracked
 
     def accept(self, tracked: TrackedRequest) -> None:
-        """Add the request to the accepted ones."""
+        """Add the request to the accepted requests."""
         self.by_id[tracked.request_id] = tracked
         self._num_of_tenant[tracked.request.tenant] += 1
         self._num_at_front[tracked.request.tenant, tracked.front] += 1
@@ -168,10 +175,10 @@ class Requests:
         state: RequestState,
         now_s: float,
     ) -> None:
-        """Continue a request at the pair that has it from an earlier Conductor, as the attempt `ref`.
+        """Continue a request, as the attempt `ref`, at the pair to which an earlier Conductor gave it.
 
-        `state` is PREFILLING or DECODING. `prefill` is `decode` if the decode instance computes the prompt
-        itself, or decodes the request already.
+        `state` is PREFILLING or DECODING. `prefill` and `decode` are the same instance if the decode instance
+        computes the prompt itself, or has begun to decode.
         """
         tracked.ref, tracked.num_attempts = ref, ref.attempt
         tracked.may_have_begun |= prefill is decode
@@ -191,7 +198,7 @@ class Requests:
     def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> list[Effect]:
         """Record that the decode instance has granted pages, and return the order to prefill.
 
-        No order is needed for an inlined prompt, whose instance begins by itself.
+        An inlined prompt needs no order: its instance begins on its own.
         """
         tracked.move_to(RequestState.PREFILLING)
         placement, time_left_s = tracked.placed.placement, tracked.time_left_s(now_s)
@@ -210,7 +217,7 @@ class Requests:
     def begin_decode(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
         """Record that prefill has ended, and return the order to decode.
 
-        No order is needed for an inlined prompt, whose instance goes on by itself.
+        An inlined prompt needs no order: its instance goes on by itself.
         """
         tracked.move_to(RequestState.DECODING)
         tracked.may_have_begun = True
@@ -229,9 +236,9 @@ class Requests:
         return [Effect(placement.decode.identity, order)]
 
     def release(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
-        """Make the request wait for another attempt, and take it off its instances, if it has any.
+        """Make the request wait for another attempt, and take it off its instances.
 
-        Returns the orders to stop. `state` is WAITING or INTERRUPTED.
+        Returns the orders that tell these instances to stop. `state` is WAITING or INTERRUPTED.
         """
         effects = self.end_migration(tracked, MigrationOutcome.SOURCE_FAILED)
         effects += self._leave_pair(tracked, now_s)
@@ -240,7 +247,7 @@ class Requests:
         return effects
 
     def resume(self, tracked: TrackedRequest, request: Request) -> None:
-        """Make an interrupted request wait for a pair, with its output so far as part of its prompt."""
+        """Make an interrupted request wait for a pair. Its output so far becomes part of its prompt."""
         tracked.request = request
         tracked.move_to(RequestState.WAITING)
 
@@ -273,7 +280,7 @@ class Requests:
         cost: MigrationCost,
         now_s: float,
     ) -> list[Effect]:
-        """Reserve a share of `destination` for a request that is being decoded, and order first copies."""
+        """Reserve a share of `destination` for a request in decode, and order the first copies."""
         assert tracked.migration is None
         share = self._assignments.reserve(tracked.placed, destination, cost.num_bytes)
         destination.requests[tracked.request_id] = share.num_tokens
@@ -300,7 +307,7 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def end_migration(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """End a migration, if there is one, without a move. Returns the order that stops its destination."""
+        """End the request's migration, if there is one, without a move. Returns the order to stop."""
         migration, tracked.migration = tracked.migration, None
         if migration is None:
             return []
@@ -310,10 +317,10 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def move(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Record that the destination of a migration decodes the request from now on, and order it to do so.
+        """Record that the destination of a migration decodes the request from now on, and return the order.
 
         Args:
-            tracked: The request, which the source has handed over.
+            tracked: The request that the source has handed over.
             request: The request with its whole output so far.
             now_s: The time.
         """
@@ -338,7 +345,7 @@ class Requests:
         return [Effect(destination.instance.identity, TakeOver(migration.ref, request))]
 
     def _close(self, tracked: TrackedRequest, migration: Migration, outcome: MigrationOutcome) -> None:
-        """Forget a migration that has ended, and count it."""
+        """Remove a migration that has ended, and count it."""
         del self.migrating[tracked.request_id]
         self._uncount(migration.destination.source)
         migration.outcome = migration.outcome or outcome
@@ -380,9 +387,9 @@ class Requests:
         self.suspicion.request_ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
 
     def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Take the request off its instances, if it has any.
+        """Take the request off its instances. Does nothing if it has no pair.
 
-        Returns the orders that tell those of the instances that are alive to stop.
+        Returns the orders that tell the living instances to stop.
         """
         assignment, tracked.assignment = tracked.assignment, None
         if assignment is None:
@@ -400,7 +407,9 @@ class Requests:
 
 
 def _num_held_blocks(request: Request, grant: Grant) -> int:
-    """Return the number of the prompt's leading blocks that the decode instance holds already, so that its
-    grant has no pages for them."""
+    """Return the number of the prompt's leading blocks that the decode instance holds already.
+
+    The grant has no pages for these blocks.
+    """
     missing = [page.block_index for page in grant.pages]
     return min([*missing, len(request.block_keys)])

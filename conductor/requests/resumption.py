@@ -1,13 +1,13 @@
 """Requests of an earlier Conductor, reported by their fronts and by the instances that still have them.
 
-    a front and the instances of a pair     the request goes on there (RESUMING ──> PREFILLING, DECODING)
-      report the request
-    only a front reports it                 it is placed again, behind the output that the front has
-    only instances report it                it is ended there
+    front and all instances of a pair report it  the request goes on there (RESUMING ──> PREFILLING, DECODING)
+    only a front reports it                      it is placed again, and continues the front's output
+    only instances report it                     it is ended there
 
-Instances report with their registration. A request that no instance has reported is placed again as soon as
-as many instances are registered as the earlier Conductor had, or after `Limits.peer_timeout_s`: by then each
-living peer has reported. After that time the requests that no front has reported are ended.
+Instances report requests in their registration. If no instance has reported a request, it is placed again.
+That happens as soon as the earlier Conductor's number of instances is registered, or after
+`Limits.peer_timeout_s`: by then each living peer has reported. After that time, requests that no front has
+reported are ended.
 
 Owns: reports that do not match yet. Does not know: messages of fronts, how a request is placed.
 """
@@ -28,15 +28,15 @@ from mooncake.messages.workers import Abort
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt that waits for the report of its front, or of one of its instances."""
+    """An attempt for which a report is missing: that of its front, or of one of its instances."""
 
     holders: dict[HeldStep, Instance] = field(default_factory=dict)
     reports: list[tuple[Instance, FromWork]] = field(default_factory=list)
-    """Later messages about the attempt from the instances that have reported it, in order of arrival."""
+    """Messages that came after their instances' reports about this attempt, in order of arrival."""
 
     @property
     def pair(self) -> tuple[Instance, Instance, RequestState] | None:
-        """The prefill instance, the decode instance and the state; None if a report is missing."""
+        """The prefill instance, decode instance and state of the request; None if a report is missing."""
         holders = self.holders
         if (decode := holders.get(HeldStep.DECODING)) is not None:
             return decode, decode, RequestState.DECODING
@@ -47,22 +47,25 @@ class _Attempt:
 
 
 class Resumption:
-    """The reports of fronts and instances about requests of an earlier Conductor, matched by attempt."""
+    """Reports of fronts and instances about requests of an earlier Conductor, matched by attempt."""
 
     def __init__(self, requests: Requests, placer: Placer, reports: WorkerReports) -> None:
         self._requests, self._placer, self._reports = requests, placer, reports
         self._instances, self._limits = requests.instances, requests.limits
         self._attempts: dict[str, dict[Ref, _Attempt]] = {}
-        """Attempts that wait for a front, or for another instance, by request."""
+        """By request, the attempts for which a report is missing."""
         self._num_before = 0
-        """Number of instances that the earlier Conductor had; 0 while it is unknown."""
+        """The number of instances that the earlier Conductor had; 0 while it is unknown."""
         self._expected_until_s = 0.0
         self._until_s: float | None = None
-        """The time until which reports are awaited; None before a peer has reported an earlier Conductor."""
+        """The time until which reports are awaited; None until a peer has mentioned an earlier Conductor."""
         self._is_over = False
 
     def begin(self, num_instances: int, now_s: float) -> None:
-        """Record that a peer knows an earlier Conductor. It had `num_instances`, as far as the peer knows."""
+        """Record that a peer knows an earlier Conductor, which had `num_instances` instances.
+
+        `num_instances` is 0 if the peer does not know the number.
+        """
         if self._until_s is None:
             self._until_s = now_s + self._limits.peer_timeout_s
             self._expected_until_s = now_s + self._limits.return_grace_s
@@ -78,14 +81,14 @@ class Resumption:
         return self._match(tracked, now_s) + self._place_the_rest(now_s)
 
     def registered(self, instance: Instance, held: Iterable[Held], now_s: float) -> list[Effect]:
-        """Record the requests of an earlier Conductor with which an instance has gone on."""
+        """Record the requests of an earlier Conductor that an instance still has."""
         effects: list[Effect] = []
         for ref, step in ((one.ref, one.step) for one in held):
-            if self._is_over:  # what nobody has told of in time was placed again, or had ended
+            if self._is_over:  # a request that was reported too late was placed again, or had ended
                 effects.append(Effect(instance.identity, Abort(ref)))
                 continue
             if self._requests.current(ref) is not None:
-                continue  # it goes on already: the prompt of one that is decoded may still be sent
+                continue  # it goes on already: its prefill instance may still be sending blocks
             attempts = self._attempts.setdefault(ref.request_id, {})
             attempts.setdefault(ref, _Attempt()).holders[step] = instance
             tracked = self._requests.by_id.get(ref.request_id)
@@ -96,7 +99,7 @@ class Resumption:
     def keeps(self, instance: Instance, message: FromWork) -> bool:
         """Keep a message of an instance if a report about its attempt is still missing.
 
-        Returns whether the message was kept, to be handled later.
+        Returns whether the message was kept. It is handled when the report has come.
         """
         attempt = self._attempts.get(message.ref.request_id, {}).get(message.ref)
         if attempt is None:
@@ -105,7 +108,7 @@ class Resumption:
         return True
 
     def lose(self, lost: list[Instance]) -> None:
-        """Forget that lost instances hold attempts."""
+        """Record that lost instances have no attempts any more."""
         gone = {instance.identity for instance in lost}
         for attempt in [of for attempts in self._attempts.values() for of in attempts.values()]:
             attempt.holders = {
@@ -123,7 +126,7 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Continue a request at the pair of the latest attempt that is completely reported, if any."""
+        """Continue a request at the pair of its latest completely reported attempt, if there is one."""
         if tracked.state is not RequestState.RESUMING:
             return self._abandon(tracked.request_id)
         attempts = self._attempts.get(tracked.request_id, {})
@@ -141,7 +144,7 @@ class Resumption:
         return effects
 
     def _abandon(self, request_id: str) -> list[Effect]:
-        """Forget a request's attempts for which reports are missing, and return the orders that stop them."""
+        """Forget a request's incompletely reported attempts, and return the orders that stop them."""
         return [
             Effect(instance.identity, Abort(ref))
             for ref, attempt in self._attempts.pop(request_id, {}).items()
@@ -149,7 +152,7 @@ class Resumption:
         ]
 
     def _place_the_rest(self, now_s: float) -> list[Effect]:
-        """Place again the requests that no instance has gone on with, once the wait for reports is over."""
+        """Place the requests again that no instance still has, once the wait for reports is over."""
         are_all_back = self._num_before and len(self._instances) >= self._num_before
         if not (self._is_over or are_all_back):
             return []

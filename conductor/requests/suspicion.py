@@ -1,4 +1,4 @@
-"""Suspects, requests that may have made an instance fail, and *poison*, a request that surely has done so.
+"""Suspects are requests that may have made an instance fail; *poison* is a request that surely did.
 
     an instance is lost                       the requests that had begun there are *suspects*
     its next life says that it was killed     these requests are suspects no more
@@ -6,10 +6,9 @@
     two instances have failed in passes
     with only one request in common           that request is *poison*
 
-A suspect is computed in passes of its own, so that the next loss, if there is one, tells poison from the
-other suspects. A suspect of two losses waits for the reports of these losses before a third instance gets it.
-Where only one instance can take a request, `max_attempts` failed lives of this instance count like two failed
-instances.
+A suspect is computed in passes of its own. So the next loss, if there is one, tells which suspect is poison.
+A suspect of two losses waits for the reports of these losses before a third instance gets it. If only one
+instance can take a request, `max_attempts` failed lives of this instance count like two failed instances.
 
 Owns: losses of instances, and the requests that may have caused them. Does not know: where requests are,
 instances, messages.
@@ -26,9 +25,9 @@ class _Loss:
     instance: str
     at_s: float
     suspects: set[str]
-    """The requests that had begun on the instance; after a report, the requests of the failed pass.
+    """The requests that may have caused the loss, without requests that have finished since.
 
-    Requests that have finished since are left out.
+    At first they are the requests that had begun on the instance; after a report, those of the failed pass.
     """
     running: set[str] = field(init=False)
     """The suspects that have not ended."""
@@ -44,20 +43,20 @@ class _Loss:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether a report may still arrive that clears or blames the suspects."""
+        """Whether a report that clears or blames the suspects may still arrive."""
         return self.is_open and not self.is_reported
 
     def narrow(self, suspects: set[str], running: Container[str] = ()) -> None:
-        """Replace the suspects by `suspects`. `running` contains all requests that have not ended."""
+        """Replace the suspects. `running` contains all requests that have not ended."""
         self.suspects = suspects
         self.running = {request for request in suspects if request in running}
 
 
 class Suspicion:
-    """The losses for which a running request is suspected, and the losses that may still be reported.
+    """The losses of which running requests are suspected, and the losses that can still be reported.
 
-    Where only one instance can take a request, `max_attempts` failed lives of that instance prove that the
-    request ends instances.
+    If only one instance can take a request, `max_attempts` failed lives of that instance prove that the
+    request is poison.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -65,7 +64,7 @@ class Suspicion:
         self._losses: list[_Loss] = []
 
     def instance_lost(self, instance: str, suspects: Iterable[str], now_s: float) -> None:
-        """Record the loss of an instance for unknown reasons; `suspects` had begun on it."""
+        """Record the loss of an instance for unknown reasons. `suspects` had begun there."""
         self._losses.append(_Loss(instance, now_s, set(suspects)))
 
     def reported(
@@ -75,8 +74,8 @@ class Suspicion:
 
         Args:
             instance: The name of the instance. Several of its processes may report.
-            failed_in: The requests of the pass; empty if the process was killed, or failed outside its
-                passes; None if it failed in a pass and does not know the requests.
+            failed_in: The requests of the failed pass. Empty if the process was killed, or failed outside a
+                pass. None if it failed in a pass and does not know the requests.
             running: All requests that have not ended.
             now_s: The time.
         """
@@ -93,7 +92,7 @@ class Suspicion:
         loss.is_reported = True
 
     def instance_returned(self, instance: str) -> None:
-        """Record that the instance has registered, so that no more reports of its earlier lives arrive."""
+        """Record that the instance has registered: no more reports of its earlier lives can arrive."""
         for loss in self._losses:
             if loss.instance == instance:
                 loss.is_open = False
@@ -102,13 +101,13 @@ class Suspicion:
         self._clear()
 
     def forget(self, before_s: float) -> None:
-        """Forget the losses before `before_s` for which no report has come."""
+        """Forget the losses before `before_s` that were not reported."""
         self._losses = [loss for loss in self._losses if loss.at_s >= before_s or not loss.is_unexplained]
 
     def request_ended(self, request_id: str, *, has_finished: bool) -> None:
         """Record that a request has ended.
 
-        A request that `has_finished` is no suspect any more. A request that ended otherwise stays a suspect.
+        If it `has_finished`, it is no suspect any more. Otherwise it stays a suspect.
         """
         for loss in self._losses:
             loss.running.discard(request_id)
@@ -117,24 +116,26 @@ class Suspicion:
         self._clear()
 
     def found_poison(self, request_id: str) -> None:
-        """Record that a request is poison, which clears all other suspects of the same losses."""
+        """Record that a request is poison. All other suspects of the same losses are cleared."""
         self._losses = [loss for loss in self._losses if request_id not in loss.suspects]
 
     def _clear(self) -> None:
         self._losses = [loss for loss in self._losses if loss.is_open or loss.running]
 
     def is_suspect(self, request_id: str) -> bool:
-        """Return whether the request is to be computed alone."""
+        """Return whether the request is a suspect, and so must be computed alone."""
         return any(request_id in loss.suspects for loss in self._losses)
 
     def must_wait(self, request_id: str) -> bool:
-        """Return whether the request must wait for reports of the instances that it may have ended."""
+        """Return whether the request must wait for reports of instances that it may have made fail."""
         losses = [loss for loss in self._losses if request_id in loss.suspects]
         return len(losses) > 1 and any(loss.is_unexplained for loss in losses)
 
     def ended_by(self, request_id: str) -> list[str]:
-        """Return the instances that a poison request has made fail, one entry for each life; none if
-        the request is not poison."""
+        """Return the instances that a poison request has made fail, one entry for each life.
+
+        Empty if the request is not poison.
+        """
         failures = [loss for loss in self._losses if loss.is_failure and request_id in loss.suspects]
         instances = [loss.instance for loss in failures]
         if len(set(instances)) < 2 and len(instances) < self._max_attempts:

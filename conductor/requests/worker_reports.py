@@ -1,6 +1,6 @@
-"""The steps of placed requests, as workers report them, up to the end or to another attempt.
+"""Workers' reports about the steps of placed requests, up to the end or to another attempt.
 
-Owns: what follows from what workers say, and from the loss of instances. Does not know: which fronts and
+Owns: the reactions to workers' reports, and to the loss of instances. Does not know: which fronts and
 instances there are, which request gets which pair (`conductor.requests.placer`).
 """
 
@@ -20,7 +20,7 @@ FromWork = Reserved | Prefilled | Finished | DecodeRefused | WorkFailed | FromMi
 
 
 class WorkerReports:
-    """The handlers of workers' reports about placed requests, which move requests from state to state."""
+    """Handles workers' reports about placed requests, and moves requests from state to state."""
 
     def __init__(
         self, requests: Requests, placer: Placer, admission: Admission, migrations: Migrations
@@ -36,9 +36,9 @@ class WorkerReports:
         return self._placer.place(tracked, now_s)
 
     def resubmit_behind_loss(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Place a running request again, as its front lacks tokens in the middle of the output.
+        """Place a running request again, because its front lacks tokens in the middle of the output.
 
-        The attempt counts as failed if the front has got no new token from it.
+        The attempt counts as failed if the front has no new token from it.
         """
         reason = f"tokens from {request.num_output_tokens} on were lost on their way"
         has_got_on = request.num_output_tokens > tracked.request.num_output_tokens
@@ -48,7 +48,7 @@ class WorkerReports:
         return effects + self.resubmit(tracked, request, now_s)
 
     def ask_again(self) -> list[Effect]:
-        """Return messages that ask the fronts of interrupted requests how far the output has come."""
+        """Return messages that ask the fronts of interrupted requests for the output so far."""
         return [
             Effect(tracked.front, Interrupted(tracked.request_id))
             for tracked in self._requests.by_id.values()
@@ -58,7 +58,7 @@ class WorkerReports:
     # -- lost instances -----------------------------------------------------------------------------
 
     def lose(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
-        """Place the requests of lost instances again, whatever the number of attempts so far."""
+        """Place the requests of lost instances again, however many attempts they have had."""
         by_id = self._requests.by_id
         for instance in lost:
             self._requests.suspicion.instance_lost(instance.name, self._computed_by(instance), now_s)
@@ -67,15 +67,15 @@ class WorkerReports:
         effects = self._migrations.lose(lost)
         for instance in lost:
             for request_id in list(instance.requests):
-                # Placing one request again may have preempted others that were here: they have ended, or have
-                # another pair. What was about to move here goes on at its source.
+                # Placing one request again may have preempted other requests that were here: they have ended,
+                # or have another pair. A request that was about to move here goes on at its source.
                 here = by_id.get(request_id)
                 if here is not None and instance.name in (here.prefill, here.decode):
                     effects += self._retry(here, f"{instance.name} {reason}", now_s)
         return effects
 
     def _computed_by(self, instance: Instance) -> list[str]:
-        """Return the requests that may have been in a forward pass of `instance`."""
+        """Return the ids of the requests that may have been in a forward pass of `instance`."""
         requests = [self._requests.by_id[request_id] for request_id in instance.requests]
         return [
             tracked.request_id
@@ -108,7 +108,7 @@ class WorkerReports:
     # -- what workers say ---------------------------------------------------------------------------
 
     def on_work(self, sender: Instance, message: FromWork, now_s: float) -> list[Effect]:
-        """Handle a worker's report that a step of a request is done or has failed."""
+        """Handle a worker's report about a step of a request that is done or has failed."""
         tracked = self._requests.current(message.ref)
         if tracked is None and (coming := self._requests.coming(message.ref)) is not None:
             return self._on_destination(coming, message, now_s)
@@ -150,7 +150,7 @@ class WorkerReports:
         return self._retry(tracked, f"{tracked.decode} has handed it over, and nobody takes it", now_s)
 
     def end_late_migrations(self, now_s: float) -> list[Effect]:
-        """End the migrations that have taken too long."""
+        """End the migrations that are past their deadline."""
         effects, stopped = self._migrations.end_late(now_s)
         for tracked in stopped:
             effects += self._retry(tracked, f"{tracked.decode} has not handed it over in time", now_s)
@@ -173,8 +173,10 @@ class WorkerReports:
     def _on_refused(
         self, tracked: TrackedRequest, instance: Instance, refused: DecodeRefused, now_s: float
     ) -> list[Effect]:
-        """Handle a refusal in the double check (section 3): place the request on another decode instance, or
-        reject it."""
+        """Handle a refusal in the double check (section 3).
+
+        The request is placed on another decode instance, or rejected.
+        """
         if tracked.state is RequestState.DECODING:
             self._admission.learn_refusal(instance, refused.batch_size, refused.predicted_tbt_s, now_s)
         return self._placer.place_after_refusal(tracked, instance, refused.reason, now_s)
@@ -182,15 +184,15 @@ class WorkerReports:
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
     ) -> list[Effect]:
-        """Retry the request; or end it, if the failure is final or no attempt is left."""
+        """Retry the request, or end it if the failure is final or no attempt is left."""
         if self._count_failure(tracked) or not retryable:
             return self._placer.fail(tracked, reason, now_s)
         return self._retry(tracked, reason, now_s)
 
     def _count_failure(self, tracked: TrackedRequest) -> bool:
-        """Count a failed attempt. Returns whether the request has used up its attempts.
+        """Count a failed attempt, and return whether the request has used up its attempts.
 
-        An attempt does not count if an instance of its pair is lost, as the loss explains the failure.
+        An attempt does not count if an instance of its pair is lost: the loss explains the failure.
         """
         pair = tracked.placed.placement.identities
         if all(self._requests.instances.by_identity(identity) is not None for identity in pair):
@@ -198,7 +200,7 @@ class WorkerReports:
         return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """Begin another attempt: from the start; or, if output may have left, behind what the front has."""
+        """Begin another attempt: from the start, or behind the front's output if output may have left."""
         if tracked.may_have_begun:
             effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
             return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]
