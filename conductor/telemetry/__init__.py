@@ -1,1 +1,1 @@
-"""The Conductor's decisions as people and Prometheus see them."""
+"""The Conductor's decisions, shown to people and to Prometheus."""

@@ -1,6 +1,6 @@
-"""The changes of instances over time, for the dashboard: instances that come and go, their roles and states.
+"""The changes of instances over time, for the dashboard: their coming and going, their roles and states.
 
-Owns: the latest changes. Does not know: why something changes, the clock.
+Owns: the latest changes. Does not know: why an instance changes, the clock.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ NUM_KEPT = 400
 
 
 class InstanceChange(NamedTuple):
-    """An instance's role and state from one moment on; both None once the instance is gone."""
+    """An instance's role and state from one moment on. Both are None once the instance has gone."""
 
     at_s: float
     instance: str
@@ -32,7 +32,7 @@ class InstanceChanges:
         self._now: dict[str, tuple[Role, InstanceState, Role | None]] = {}
 
     def observe(self, instances: Iterable[Instance], now_s: float) -> None:
-        """Record what has changed of all instances since the last call."""
+        """Record the changes since the last call. `instances` are all registered instances."""
         now = {
             one.name: (one.role, one.state, None if one.emptying is None else one.emptying.next_role)
             for one in instances

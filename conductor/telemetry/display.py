@@ -1,6 +1,6 @@
 """The state of the cluster that `/metrics` and `/dashboard` show. Pure: no clock.
 
-Owns: the form of that state. Does not know: HTTP, how it is drawn.
+Owns: the form of that state. Does not know: HTTP, how the state is drawn.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ class Display:
         """Return instances, traffic between pools, the latest requests and rejections, as JSON values.
 
         `num_received` returns the number of tokens of a request that have arrived at the front. No value
-        changes with time alone.
+        changes merely because time passes.
         """
         history = self._history
         return {
@@ -120,7 +120,7 @@ class Display:
         }
 
     def _moves(self) -> list[dict[str, Any]]:
-        """Return the migrations in progress, as JSON values."""
+        """Return the migrations in progress as JSON values."""
         moves = []
         for request_id, tracked in islice(self._conductor.migrations.in_progress.items(), NUM_MOVES):
             if (migration := tracked.migration) is not None:
@@ -138,7 +138,7 @@ class Display:
         return moves
 
     def _decisions(self) -> list[dict[str, Any]]:
-        """Return the rebalancer's latest decisions as JSON values, the last one first."""
+        """Return the rebalancer's latest decisions as JSON values, latest first."""
         rebalancer = self._conductor.elasticity.rebalancer
         if rebalancer is None:
             return []
@@ -158,9 +158,9 @@ class Display:
         ]
 
     def _paths(self) -> list[dict[str, Any]]:
-        """Return the paths between pools with the most bytes as JSON values.
+        """Return the paths between pools that have carried the most bytes, as JSON values.
 
-        A path's bytes are the bytes that its source has sent plus the bytes that its target has fetched.
+        The bytes of a path are those that its source has sent plus those that its target has fetched.
         """
         num_bytes: Counter[tuple[str, str, str]] = Counter()
         for instance in self._conductor.instances:

@@ -1,6 +1,6 @@
 """The metrics of elasticity: needed instances, utilisation, decisions of the rebalancer.
 
-Owns: names of metrics. Does not know: how anything is decided.
+Owns: the names of these metrics. Does not know: how anything is decided.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from conductor.telemetry.families import counters, gauges
 
 
 def elasticity_metrics(elasticity: Elasticity, utilisation: Utilisation) -> Iterator[Metric]:
-    """Yield all metric families of elasticity. The rebalancer's families are empty while it is off."""
+    """Yield all metric families of elasticity. Without a rebalancer its families are empty."""
     used = GaugeMetricFamily(
         "mooncake_instance_utilisation",
         "share of an instance that was really used: computing time, and bytes of KVCache",

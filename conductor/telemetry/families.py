@@ -1,4 +1,4 @@
-"""Metrics with one label, made of a table from the label's values to samples.
+"""Metrics with one label, made from a table of the label's values and their samples.
 
 Owns: the conversion of tables to metrics. Does not know: the samples.
 """

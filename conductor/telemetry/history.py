@@ -3,7 +3,7 @@
 The history sees every message to the Conductor with its effects, and decides nothing. Pure: no clock.
 
 Owns: the latest timelines and rejections, the numbers of ends and rejections, the time spent in each step.
-Does not know: why the Conductor does something, beyond what its messages say.
+Does not know: reasons of the Conductor that are in none of its messages.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -36,8 +36,11 @@ NUM_REJECTIONS = 100
 QUEUED, RESERVING, PREFILLING, INLINED = "queued", "reserving", "prefilling", "inlined"
 TRANSFERRING, LOADING, DECODING = "transferring", "loading", "decoding"
 STEPS = (QUEUED, RESERVING, PREFILLING, INLINED, TRANSFERRING, LOADING, DECODING)
-"""The steps of a request between two moments of its timeline. In `loading` its KVCache has arrived in the
-decode instance's pool, and the request has not joined the batch."""
+"""The steps of a request between two moments of its timeline.
+
+In the step `loading` the request's KVCache has arrived in the decode instance's pool, but the request has not
+joined the batch yet.
+"""
 ENDS = FINISHED, ABORTED, FAILED, REJECTED, REFUSED = "finished", "aborted", "failed", "rejected", "refused"
 """The ways in which a request ends."""
 
@@ -48,9 +51,9 @@ class Moment(NamedTuple):
     at_s: float
     step: str
     instance: str | None = None
-    """The instance that does the step; None if none does."""
+    """The instance that does the step; None if no instance does."""
     note: str = ""
-    """The reason for an unusual step; empty for the step that normally follows."""
+    """The reason for an unusual step; empty for the usual next step."""
 
 
 class _Decoded(NamedTuple):
@@ -62,7 +65,7 @@ class _Decoded(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """The moments of one request in order of time. When `is_over`, the last moment is the request's end."""
+    """The moments of one request, in order of time. If `is_over`, the last moment is the request's end."""
 
     request_id: str
     front: bytes
@@ -71,7 +74,7 @@ class RequestTimeline:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     attempt: int = 0
-    """The number of the current attempt. Migrations that ended without a move have used up numbers, too."""
+    """The number of the current attempt. Migrations that ended without a move have used numbers, too."""
     num_attempts: int = 0
     """The number of placements."""
     num_moves: int = 0
@@ -95,7 +98,7 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """A request that was rejected."""
+    """A rejected request."""
 
     at_s: float
     request_id: str
@@ -109,14 +112,14 @@ class FailedRequest:
 
 @dataclass(slots=True)
 class History:
-    """Timelines of live and recently ended requests, recent rejections, changes of instances, totals."""
+    """Timelines of live and recently ended requests, recent rejections, changes of instances, and totals."""
 
     live: dict[str, RequestTimeline] = field(default_factory=dict)
     ended: OrderedDict[str, RequestTimeline] = field(default_factory=OrderedDict)
     rejections: deque[FailedRequest] = field(default_factory=lambda: deque(maxlen=NUM_REJECTIONS))
     changes: InstanceChanges = field(default_factory=InstanceChanges)
     num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(map(str, Reason), 0)))
-    """Rejections by reason."""
+    """The number of rejections by reason."""
     num_ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ENDS, 0)))
     """The number of requests by the way in which they ended."""
     step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
@@ -125,12 +128,12 @@ class History:
     on_end: Callable[[RequestTimeline], None] = lambda _: None
     """A callback that gets each timeline that is over."""
     _held: dict[str, "_Decoded"] = field(default_factory=dict)
-    """Requests of an earlier Conductor that an instance decodes and that no front has reported yet, by id."""
+    """By id, requests of an earlier Conductor that an instance decodes and no front has reported yet."""
 
     def find(self, request_id: str) -> RequestTimeline | None:
-        """Return the timeline of a request that is live or ended lately; None if unknown.
+        """Return the timeline of a request that is live or ended lately; None for an unknown id.
 
-        The id of an answer stands for its first choice.
+        The id of an answer is taken as the id of its first choice.
         """
         for known in (request_id, f"{request_id}-0"):
             if (timeline := self.live.get(known) or self.ended.get(known)) is not None:
@@ -142,7 +145,7 @@ class History:
     ) -> None:
         """Record a message of `sender` and its effects.
 
-        `message` is None if the effects are those of a tick, or of the loss of a peer.
+        `message` is None for the effects of a tick, or of the loss of a peer.
         """
         match message:
             case Submit(request) if request.request_id not in self.live:
@@ -179,16 +182,20 @@ class History:
             self._see(effect, now_s)
 
     def _end_unlisted(self, front: bytes, listed: set[str], now_s: float) -> None:
-        """Record the end of requests that two heartbeats of their front in a row have not listed, as the
-        Conductor ends them then."""
+        """Record the end of requests that two heartbeats of their front in a row have not listed.
+
+        The Conductor ends these requests at the same time.
+        """
         for timeline in [of for of in self.live.values() if of.front == front]:
             timeline.num_unlisted = 0 if timeline.request_id in listed else timeline.num_unlisted + 1
             if timeline.num_unlisted > 1:
                 self._end(timeline, Moment(now_s, ABORTED, note="its front does not have it any more"))
 
     def _resume(self, front: bytes, resume: Resume, now_s: float) -> None:
-        """Record a request of an earlier Conductor that its front reports; an instance may have reported it
-        before."""
+        """Record a request of an earlier Conductor that its front reports.
+
+        An instance may have reported the request before.
+        """
         request = resume.request
         submitted = Moment(now_s - resume.waited_s, QUEUED, note="an earlier conductor had it")
         timeline = RequestTimeline(request.request_id, front, request.num_prompt_tokens, [submitted])
@@ -198,8 +205,10 @@ class History:
             self._go_on(timeline, decoded, now_s)
 
     def _hold(self, held: Held, instance: str, now_s: float) -> None:
-        """Record that an instance decodes a request of an earlier Conductor; its front may have reported it
-        before."""
+        """Record that an instance decodes a request of an earlier Conductor.
+
+        The request's front may have reported the request before.
+        """
         if held.step is HeldStep.DECODING:
             timeline = self.live.get(held.ref.request_id)
             if timeline is None:
@@ -249,7 +258,7 @@ class History:
                 self._end(timeline, Moment(now_s, REJECTED, note=text))
 
     def _reject_duplicates(self, effects: Iterable[Effect], now_s: float) -> None:
-        """Record rejections of requests whose id is in use. The request that has the id goes on."""
+        """Record rejections of requests whose id is in use. The running request with that id goes on."""
         for effect in effects:
             if isinstance(effect.message, Rejected):
                 told = effect.message
@@ -273,8 +282,7 @@ class History:
             self._append(timeline, moment)
 
     def _join(self, report: Joining | Finished) -> None:
-        """Record the times at which the request's KVCache had arrived, and at which the request joined the
-        batch."""
+        """Record when the request's KVCache arrived, and when the request joined the batch."""
         timeline = self._current(report.ref)
         if timeline is None:
             return

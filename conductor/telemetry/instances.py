@@ -1,6 +1,6 @@
-"""Metrics of instances: roles, states, engines, requests, and what is moved when they drain or switch.
+"""Metrics of instances: roles, states, engines, requests, and moves while they drain or switch.
 
-Owns: names of metrics. Does not know: how a role changes, what heartbeats say.
+Owns: the names of these metrics. Does not know: how a role changes, the contents of heartbeats.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from mooncake.messages.workers import STAGES, InstanceState, Role
 
 
 def instance_metrics(conductor: Conductor) -> Iterator[Metric]:
-    """Yield all metric families of instances, and the numbers of switches and evacuated blocks."""
+    """Yield all metric families of instances, of their switches, and of evacuated blocks."""
     instances = list(conductor.instances)
     by_role = {role.value: sum(instance.role is role for instance in instances) for role in Role}
     yield gauges("mooncake_instances", "registered instances", "role", by_role)

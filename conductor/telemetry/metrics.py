@@ -1,6 +1,6 @@
 """The Conductor's metrics, read from its state at each scrape.
 
-Owns: names of metrics. Does not know: the clock, how decisions are made, how the index is kept.
+Owns: the names of these metrics. Does not know: the clock, how decisions are made, how the index is kept.
 """
 
 from collections import Counter
@@ -39,21 +39,21 @@ from mooncake.messages.instance_metrics import InstanceReport, instance_text
 from mooncake.messages.workers import SPOKEN
 
 MAX_TENANTS = 256
-"""The most tenants with samples of their own: those that were charged most."""
+"""The most tenants that have samples of their own: those with the most charged tokens."""
 
 
 class ConductorMetrics(Collector):
-    """Metrics of instances, requests, decisions and the prefix index, registered on creation.
+    """Metrics of instances, requests, decisions and the prefix index. The constructor registers them.
 
     Args:
         conductor: The policy whose state is read.
         registry: The registry of the metrics.
         now_s: A function that returns the time.
-        num_refused: A function that returns the number of connections to the Conductor that showed a wrong
-            cluster key or no key.
+        num_refused: A function that returns the number of connections to the Conductor with a wrong cluster
+            key, or with none.
         num_unfinished: A function that returns the number of connections that ended in the middle of their
             handshake.
-        streams: A function that returns the event streams that are followed, by messenger.
+        streams: A function that returns the followed event streams, by messenger.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ConductorMetrics(Collector):
 
 
 class HistoryMetrics(Collector):
-    """Metrics of the ends of requests and the seconds of their steps, registered on creation."""
+    """Metrics of the ends of requests and of the seconds of their steps. The constructor registers them."""
 
     def __init__(self, history: History, registry: CollectorRegistry) -> None:
         self._history = history
@@ -152,10 +152,10 @@ class HistoryMetrics(Collector):
 
 
 def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, float]:
-    """Return the mean predicted time of each stage's instances, divided by the stage's SLO: Mooncake's
-    definition of load (section 7.1).
+    """Return the load of each stage (Mooncake, section 7.1).
 
-    A stage without an SLO or without instances is left out.
+    The load is the mean predicted time of the stage's instances divided by the stage's SLO. A stage without
+    an SLO or without instances is left out.
     """
     loads, of_stages = view.loads, dict[str, float]()
     if limits.ttft_slo_s is not None and loads.is_prefill.any():
@@ -214,7 +214,10 @@ def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
 
 
 def quota_metrics(quotas: Quotas, now_s: float) -> Iterator[Metric]:
-    """Yield the tokens of the tenants with a token limit: of the `MAX_TENANTS` that were charged most."""
+    """Yield the charged and remaining tokens of tenants with a token limit.
+
+    If there are more than `MAX_TENANTS` such tenants, only those with the most charged tokens are shown.
+    """
     shown = nlargest(MAX_TENANTS, quotas.by_tenant.items(), key=lambda entry: entry[1].num_charged)
     yield gauges(
         "mooncake_tenant_tokens_left",
@@ -267,7 +270,7 @@ def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Itera
 
 
 def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:
-    """Yield the numbers of each pool's blocks in the prefix index, and of the KV events applied."""
+    """Yield the numbers of blocks in the prefix index by pool, and of applied KV events."""
     yield GaugeMetricFamily(
         "mooncake_index_keys", "different blocks in the prefix index", prefixes.num_blocks
     )
@@ -305,7 +308,7 @@ def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> 
 
 
 def replication_metrics(replication: Replication) -> Iterator[Metric]:
-    """Yield the numbers of copies of hot prefixes, and of their ordered and dropped blocks."""
+    """Yield the numbers of copies of hot prefixes, and of the blocks ordered and dropped for them."""
     yield GaugeMetricFamily(
         "mooncake_replication_copies",
         "copies of hot prefixes that were ordered ahead and have come",
@@ -324,7 +327,7 @@ def replication_metrics(replication: Replication) -> Iterator[Metric]:
 
 
 def instances_text(conductor: Conductor, model_name: str) -> str:
-    """Return the figures of the instances' latest heartbeats in Prometheus' text format."""
+    """Return the values of the instances' latest heartbeats in Prometheus' text format."""
     return instance_text(
         [
             InstanceReport(instance.name, instance.num_device_pages, instance.heartbeat)

@@ -1,11 +1,11 @@
 """The Conductor's spans: one for each traced request, with its placements and migrations as parts.
 
-The Conductor's span of a request is a child of the front's span, and the parent of its instances' spans, as
-the Conductor puts the span's context into the messages that it passes on. The span's events are the request's
+The Conductor's span of a request is a child of the front's span. It is the parent of the instances' spans, as
+the Conductor puts its span's context into the messages that it passes on. The span's events are the request's
 timeline (`conductor.telemetry.history`).
 
-Owns: traced requests that have not ended, what was decided for them. Does not know: clocks, why something is
-decided.
+Owns: traced requests that have not ended, and the decisions about them. Does not know: clocks, the reasons of
+decisions.
 """
 
 from dataclasses import dataclass, field
@@ -45,23 +45,23 @@ class _Traced:
     span: "OpenSpan"
     began_s: float
     placements: list[Verdict] = field(default_factory=list)
-    """The request's placements in order."""
+    """The request's placements, in order."""
     rejection: Verdict | None = None
     migrations: list[EndedSpan] = field(default_factory=list)
-    """The request's migrations that have ended."""
+    """The request's ended migrations."""
 
 
 class RequestSpans:
-    """The spans of sampled requests. `rule` is the name of the policy that chooses instances."""
+    """The spans of sampled requests. `rule` is the name of the scheduling policy."""
 
     def __init__(self, tracer: "Tracer", conductor: Conductor, rule: str) -> None:
         self._tracer, self._conductor, self._rule = tracer, conductor, rule
         self._traced: dict[str, _Traced] = {}
         self._migrating: dict[str, Migration] = {}
-        """Migrations in progress by request."""
+        """The migrations in progress, by request."""
 
     def enter(self, message: ToConductor, now_s: float) -> ToConductor:
-        """Return `message`, with the Conductor's span for the request in it in place of the front's."""
+        """Return `message` with the Conductor's span of the request instead of the front's span."""
         if not isinstance(message, Submit | Resume | Continue) or not message.request.is_traced:
             return message
         request = message.request
@@ -75,9 +75,9 @@ class RequestSpans:
         return msgspec.structs.replace(message, request=request)
 
     def observe(self, effects: list[Effect], decided_s: float) -> None:
-        """Record the decisions in `effects`, which were made at `decided_s`.
+        """Record the decisions in `effects`, which were made at the time `decided_s`.
 
-        To be called before the history records the effects.
+        The caller must call it before the history records the effects.
         """
         if not self._traced:
             return
@@ -111,7 +111,7 @@ class RequestSpans:
         return {**rule, **_chosen(tracked.assignment.placement)}
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """Send the span of a request that has ended, if the request is traced."""
+        """Send the span of a request that has ended. Does nothing for a request that is not traced."""
         traced = self._traced.pop(timeline.request_id, None)
         if traced is not None:
             self._tracer.end(traced.span, _request_span(timeline, traced))
@@ -149,8 +149,10 @@ def _request_span(timeline: RequestTimeline, traced: _Traced) -> EndedSpan:
 
 
 def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
-    """Return the spans of the request's placements and of its rejection, each with the wait before it, and
-    the span of a wait in which it ended."""
+    """Return the spans of the request's placements and rejection, each with the wait before it.
+
+    A wait in which the request ended has a span of its own.
+    """
     parts, verdicts = list[EndedSpan](), iter(traced.placements)
     for moment, following in pairwise(timeline.moments):
         waited = moment.step == QUEUED and moment.at_s < following.at_s
@@ -171,7 +173,8 @@ def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
 def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
     """Return the span of a migration that ended at `now_s`.
 
-    A migration without a move has its outcome as an error, unless it ended because the request ended.
+    For a migration without a move the outcome is the span's error. If the request itself ended, there is no
+    error.
     """
     outcome = migration.outcome
     has_failed = outcome not in (MigrationOutcome.MOVED, MigrationOutcome.ENDED)
