@@ -1,4 +1,4 @@
-"""Messages that the Conductor gets and sends, as values without IO."""
+"""The messages that the Conductor gets and sends, as values without IO."""
 
 import msgspec
 

@@ -1,6 +1,6 @@
 """The fronts of the cluster, and the state of the cluster that the Conductor reports to them.
 
-Owns: which fronts there are, the state of the cluster as fronts see it. Does not know: their requests.
+Owns: the list of fronts, the state of the cluster as fronts see it. Does not know: requests.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Front:
 
     last_seen_s: float
     version: int
-    """The protocol version that front and Conductor both speak: no newer message is sent to the front."""
+    """The newest protocol version that both front and Conductor speak. No newer message is sent."""
 
 
 class Fronts:
@@ -30,8 +30,7 @@ class Fronts:
         self._instances, self._view = instances, view
         self._by_identity: dict[bytes, Front] = {}
         self._max_sequence_blocks = 0
-        """Blocks of the longest sequence that a pair can hold. While there is no pair, the number from
-        when there last was one."""
+        """Blocks of the longest sequence that a pair can hold, as of the last time there was a pair."""
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._by_identity
@@ -42,7 +41,7 @@ class Fronts:
         return [front.version for front in self._by_identity.values()]
 
     def hello(self, sender: bytes, hello: FrontHello, now_s: float) -> Effect:
-        """Register a front, or refuse a front that does not fit the cluster. Returns the answer to it."""
+        """Register a front, or refuse a front that does not fit the cluster. Returns the answer."""
         reason = why_unfit("this front", hello.versions, hello.fingerprint, self._fingerprint)
         if reason is not None:
             return Effect(sender, RegisterRefused(reason))
@@ -65,7 +64,7 @@ class Fronts:
         return [identity for identity, front in self._by_identity.items() if front.last_seen_s < deadline_s]
 
     def forgive(self, silence_s: float, now_s: float) -> None:
-        """Extend the deadlines of all fronts by the seconds in which the Conductor did not listen."""
+        """Extend the deadlines of all fronts by `silence_s`, in which the Conductor did not listen."""
         for front in self._by_identity.values():
             front.last_seen_s = min(front.last_seen_s + silence_s, now_s)
 

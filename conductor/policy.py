@@ -1,10 +1,10 @@
-"""The Conductor: takes a message and the time, returns the messages to send (Mooncake, section 3).
+"""The Conductor: it takes a message and the time, and returns the messages to send (Mooncake, section 3).
 
-Same state and same input give the same output. No IO, no clock, no torch: the live service and a simulator
-use the same object.
+The same state and the same input give the same output. No IO, no clock, no torch: the live service and a
+simulator use the same object.
 
-Owns: which part reacts to which message, ticks. Does not know: sockets, the text of tokens, how the parts
-decide.
+Owns: which component reacts to which message, ticks. Does not know: sockets, the text of tokens, how the
+components decide.
 """
 
 from collections import Counter
@@ -69,13 +69,13 @@ class Conductor:
     """The policy of the active Conductor.
 
     Args:
-        epoch: A number larger than that of any Conductor before.
-        fingerprint: The model's fingerprint. Instances and fronts with another one are refused.
-        limits: Limits of requests and of waiting times.
+        epoch: The number of this Conductor's life, larger than that of any earlier Conductor.
+        fingerprint: The model's fingerprint. Instances and fronts with a different fingerprint are refused.
+        limits: The limits of requests and of waiting times.
         settings: The settings of decisions.
-        profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
+        profiled: Measured costs of prefill and of decode to start with; None for generic costs.
         profiled_device: The device on which the costs were measured. Instances on other devices are refused.
-            None: no instance is refused for its device.
+            If None, instances on any device are accepted.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Conductor:
 
     @property
     def versions(self) -> dict[str, Counter[int]]:
-        """The numbers of peers, by kind of peer and by the version in which they and the Conductor speak."""
+        """The number of peers by their kind, and by the protocol version that is spoken with them."""
         instances = Counter(instance.version for instance in self.instances)
         return {"front": Counter(self._fronts.versions), "instance": instances}
 
@@ -169,7 +169,7 @@ class Conductor:
         return effects + self._placer.retry_queued(now_s)
 
     def _settle(self, now_s: float) -> list[Effect]:
-        """Continue to empty instances that drain or switch.
+        """Continue with instances that drain or switch their role.
 
         An instance without requests then leaves, or gets its new role.
         """
@@ -205,9 +205,9 @@ class Conductor:
                 return self._on_worker(sender, message, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Do what is due by time: drop silent peers, retry waiting requests, continue moves and copies.
+        """Do everything that is due: drop silent peers, retry waiting requests, continue moves and copies.
 
-        To be called about twice a second.
+        The caller should call it about twice a second.
         """
         effects: list[Effect] = []
         self._forgive_own_silence(now_s)
@@ -231,7 +231,7 @@ class Conductor:
     def _forgive_own_silence(self, now_s: float) -> None:
         """Extend the deadlines of peers by the time in which the Conductor itself was held up.
 
-        The messages that peers have sent in this time are yet to be read.
+        Messages that peers have sent in this time may still be unread.
         """
         gap_s = now_s - self._last_tick_s if self._last_tick_s is not None else 0.0
         self._last_tick_s = now_s
@@ -241,7 +241,7 @@ class Conductor:
                 instance.last_seen_s = min(instance.last_seen_s + gap_s, now_s)
 
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
-        """Handle a send that failed because the peer is not connected, and return the messages to send."""
+        """Handle a send that failed because the peer is not connected. Returns the messages to send."""
         if peer in self._fronts:
             effects = self._drop_front(peer, now_s)
         elif (instance := self.instances.by_identity(peer)) is not None:
@@ -286,11 +286,11 @@ class Conductor:
         return effects
 
     def _room_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
-        """Return the effects that make room for a new request; None if the new request must be rejected.
+        """Return the messages that make room for a new request; None if the new request must be rejected.
 
-        If `max_running_requests` are running, one of them is rejected for the new request. If none of them
-        yields, the new request is accepted only if its tenant is within an equal part of the limit.
-        So at most `max_running_requests` times 1 + 1/2 + 1/3 ..., a term for each tenant, are running.
+        If `max_running_requests` are running, another request may be rejected in favour of the new one. If
+        none is, the new request is accepted only if its tenant is within an equal part of the limit. So at
+        most `max_running_requests` times 1 + 1/2 + 1/3 ... are running, with a term for each tenant.
         """
         if self.num_open < self.limits.max_running_requests:
             return []
@@ -302,11 +302,11 @@ class Conductor:
     def _reason_to_reject(
         self, tracked: TrackedRequest, claim: QuotaClaim | None, now_s: float
     ) -> tuple[Reason, str, float | None] | None:
-        """Return why a new request is rejected; None if it is not.
+        """Return why a new request is rejected; None if it is accepted.
 
         Returns:
-            The reason, the text for the client, and the seconds after which to retry, None if they are
-            unknown.
+            The reason, the text for the client, and the seconds after which to retry; None for unknown
+            seconds.
         """
         if tracked.request_id in self.requests:
             return Reason.DUPLICATE, f"request id {tracked.request_id!r} is already running", None
@@ -351,7 +351,7 @@ class Conductor:
         return []  # the front was asked twice, or has asked twice
 
     def _drop_front(self, front: bytes, now_s: float) -> list[Effect]:
-        """Fail the requests of a lost front, and tell the front, which may still be alive."""
+        """Fail the requests of a lost front, and send the failures to the front, which may still be alive."""
         self._fronts.forget(front)
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
         reason = "the conductor had lost its connection to this front; try again"

@@ -18,26 +18,27 @@ class ReplicationSettings:
 
     period_s: float = 5.0
     uses_per_copy: float = 20.0
-    """Recent uses for which a prefix is worth one more copy."""
+    """The recent uses of a prefix that make one more copy of it worthwhile."""
     most_bytes: int = 256 << 20
-    """The most bytes of copies in flight, and also the most bytes of copies ordered in one period."""
+    """The most bytes of copies in flight; also the most bytes of copies that one period orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """The settings of the Conductor's decisions.
 
-    Defaults are those of a bare policy; the server's are in `mooncake/config/conductor_section.py`.
+    The defaults here are those of a bare policy. The server's defaults are in
+    `mooncake/config/conductor_section.py`.
     """
 
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = DEFAULT_BALANCING_THRESHOLD
-    """The balancing threshold, at least 1; None if it adapts."""
+    """The balancing threshold, at least 1; None for a threshold that adapts."""
     overload: Overload = Overload.PREDICTION
     seed: int = 0
     """The seed of the `random` policy's choices."""
     replication: ReplicationSettings | None = None
-    """The replication of hot prefixes; None if requests alone spread prefixes."""
+    """Settings of the replication of hot prefixes; None if only the fetches of requests spread prefixes."""
     moves_requests: bool = False
     """Whether rules move running requests between decode instances."""
     has_rebalancing: bool = False
@@ -45,11 +46,14 @@ class PolicySettings:
     moves_modules: bool = False
     """Whether rules move layers and KV heads between decode instances."""
     has_inlining: bool = False
-    """Whether decode instances compute prompts where that adds the least waiting."""
+    """Whether a decode instance computes a prompt if that adds less waiting than a prefill instance would."""
     mixed_chunk_tokens: int = 256
-    """Most tokens of an inlined prompt in an iteration, if no request of the batch has a TBT SLO."""
+    """The most tokens of an inlined prompt in an iteration, if no request of the batch has a TBT SLO."""
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
-    """The delta_L of BanaServe's Algorithm 2, a utilisation from 0 to 2; 0 chooses by queues alone."""
+    """The threshold delta_L of BanaServe's Algorithm 2, a utilisation from 0 to 2.
+
+    With 0 queues alone decide.
+    """
 
     def can(self, role: Role, stage: Role) -> bool:
         """Return whether an instance of this role can do a stage of requests, one of `STAGES`."""
@@ -58,17 +62,17 @@ class PolicySettings:
         return role is not Role.DECODE or self.has_inlining
 
     def inlines(self, role: Role) -> bool:
-        """Return whether an instance of this role computes prompts that it decodes."""
+        """Return whether an instance of this role computes the prompts of the requests that it decodes."""
         return self.can(role, Role.PREFILL) and self.can(role, Role.DECODE)
 
     @property
     def fetches_prefixes(self) -> bool:
-        """Whether prefill instances are told to fetch prefixes from others."""
+        """Whether prefill instances are told to fetch prefixes from other instances."""
         return self.scheduling in (Scheduling.KVCACHE_CENTRIC, Scheduling.BANASERVE)
 
     @property
     def has_double_check(self) -> bool:
-        """Whether a decode instance may refuse a request that would miss its TBT SLO after prefill."""
+        """Whether a decode instance checks the TBT SLO after prefill, and may refuse the request."""
         return self.overload is not Overload.BASELINE
 
 
@@ -92,7 +96,7 @@ class Limits:
     """Seconds after which a switch of an instance's role is undone."""
     retry_after_s: float = 1.0
     migration_timeout_s: float = 10.0
-    """Seconds that the copies of a migration may take. Its hand-over may take as long again."""
+    """The seconds that the copies of a migration may take. Its hand-over may take the same time again."""
     max_migrations: int = 8
     """The most migrations from and to an instance at the same time."""
     ttft_slo_s: float | None = None
@@ -101,11 +105,11 @@ class Limits:
     max_waiting: int = 0
     """The most requests in the admission queue."""
     slos: SLOs = field(init=False)
-    """The SLOs of requests without a class."""
+    """The SLOs of requests without an SLO class."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slos", SLOs(self.ttft_slo_s, self.tbt_slo_s))
 
     def slos_of(self, request: Request) -> SLOs:
-        """Return the SLOs of a request's class."""
+        """Return the SLOs of the request's SLO class, or the general ones if it has no class."""
         return self.slo_classes.get(request.slo_class) or self.slos
