@@ -1,4 +1,4 @@
-"""One markdown table per section, with the bars that its figures are held against.
+"""The Conductor's benchmarks: one markdown table per section, with figures and the bars for them.
 
     python -m benchmarks.conductor [--only SECTION] [--full]
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from benchmarks.conductor import decision, index
 
 SECTIONS: dict[str, Callable[[bool], None]] = {"index": index.report, "decision": decision.report}
-"""Sections by name; each is called with whether all sizes are wanted."""
+"""The sections by name. Each function is called with whether all sizes are wanted."""
 
 
 def main() -> None:
-    """Print the sections that are asked for."""
+    """Print the sections that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conductor")
     parser.add_argument("--only", choices=list(SECTIONS), help="one section instead of all")
     parser.add_argument("--full", action="store_true", help="up to 10M blocks: 1 GB of memory")

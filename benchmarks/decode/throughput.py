@@ -1,4 +1,4 @@
-"""Output tokens a second in a closed loop: of our server and of peers, each on all cores.
+"""Output tokens a second in a closed loop, of our server and of its peers, each on all cores.
 
 Owns: concurrencies, medians over rounds, the bars. Does not know: how servers are started, who the peers are.
 """
@@ -13,26 +13,26 @@ from benchmarks.serving import NUM_INPUT, NUM_OUTPUT, Completes, closed_loop
 
 CONCURRENCIES = (1, 8, 32)
 FURTHER_REQUESTS = 4
-"""Requests beyond the measured ones, so that even a single client sends enough."""
+"""The number of additional requests, so that even a single client sends enough."""
 MinRatio = Mapping[int, float]
-"""The least ratio of our tokens a second to a peer's, by concurrency."""
+"""The least ratio of our tokens a second to a peer's tokens a second, by concurrency."""
 
 
 class Sample(NamedTuple):
-    """Figures of one round, or the medians of several."""
+    """The figures of one round, or the medians of several rounds."""
 
     tokens_per_s: float
     ttft_p50_s: float
 
 
 class Measured:
-    """Samples of one server by concurrency."""
+    """The samples of one server, by concurrency."""
 
     def __init__(self) -> None:
         self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
 
     def add(self, client: Completes, concurrencies: Sequence[int], per_client: int) -> None:
-        """Measure one round, and close the client."""
+        """Measure one round with this client, and close the client."""
         with contextlib.closing(client):
             for concurrency in concurrencies:
                 closed_loop(client, concurrency, concurrency)
@@ -50,7 +50,7 @@ def compare(
     min_ratios: Mapping[str, MinRatio],
     concurrencies: Sequence[int],
 ) -> bool:
-    """Measure and print the table. Returns whether all bars are met."""
+    """Print the table of medians. Returns whether all bars are met."""
     print(f"| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | server | tok/s | ours by it | TTFT p50 |")
     print("|---|---|---|---|---|")
     is_met = True

@@ -1,1 +1,1 @@
-"""A benchmark of the front: its costs beside bare FastAPI's, with instances that answer at once."""
+"""A benchmark of the front: its costs and those of bare FastAPI, with instances that answer at once."""

@@ -1,22 +1,23 @@
-"""The costs of the front: processor time of a request, and added latency.
+"""The costs of the front: the processor time of a request, and the added latency.
 
     python -m benchmarks.front [--connections N,N] [--turns N] [--loads N,N] [--latency-turns N] [--rounds N]
                                [--fronts N]
 
-The conductor process, front included, with instances that compute nothing (`load.instant_workers`): a
-request of 1,000 tokens of text is parsed, validated, tokenized, placed, dispatched, and answered by 64
-tokens, each an event of its own, every 20 ms. Beside it a bare FastAPI application that streams as many
-events and does nothing else. The two are loaded in turn by wrk (`load.wrk`), over connections that stay open,
-each with its next request when it has the answer to the one before.
+Two servers are compared. One is the Conductor's process with its front, and instances that compute nothing
+(`instant_workers`). A request of 1,000 tokens of text is parsed, validated, tokenized, placed and dispatched.
+It is answered by 64 tokens, one event every 20 ms. The other server is a bare FastAPI application that
+streams the same number of events and does nothing else. wrk loads them in turn (`wrk`), over connections that
+stay open. Each connection sends its next request after the answer to the previous one.
 
-Processor time is that of the server's process, all threads. The next request follows at once.
+Processor time is that of all threads of the server's process. Here the next request follows at once.
 
-Latency is measured by wrk, which sees whole answers. The next request follows at a random time within the
-length of a step, so that requests come at all times of a step. Requests for a single token are sent beside
-these: their whole answer is a first token, which gives the TTFT. Percentiles are of all rounds together.
+Latency is measured by wrk, which sees whole answers. Here the next request follows at a random time within
+the length of a step, so that requests come at all times of a step. Requests for a single token are sent at
+the same time: their whole answer is a first token, which gives the TTFT. Percentiles are of all rounds
+together.
 
 With `--fronts N` the load goes to N fronts in processes of their own, and the Conductor's process decides.
-Processor time is that of all of them then, and what the Conductor has of it is shown beside.
+Then processor time is the sum over all these processes, and the Conductor's part of it is shown in a column.
 """
 
 import argparse
@@ -46,8 +47,10 @@ S = TypeVar("S")
 def in_turn(
     ours: Server, floor: Server, num_rounds: int, measure: Callable[[Server, int], S]
 ) -> tuple[list[S], list[S]]:
-    """Return the samples of both servers, one a round. `measure` is called with a server and the round's
-    number; the servers begin rounds in turn."""
+    """Return the samples of both servers, one for each round.
+
+    `measure` is called with a server and the round's number. The servers take turns in beginning a round.
+    """
     of_ours: list[S] = []
     of_floor: list[S] = []
     sides = [(of_ours, ours), (of_floor, floor)]

@@ -1,7 +1,8 @@
-"""The least that such a server can do: FastAPI streams the tokens that a request asks for, one event each
-step. It reads `max_tokens` only, computes nothing and counts nothing.
+"""The floor of the front's benchmark: FastAPI that streams the tokens that a request asks for.
 
-    python -m benchmarks.front.bare_front PORT
+It sends one event in each step. It reads only `max_tokens`, computes nothing and counts nothing.
+
+  python -m benchmarks.front.bare_front PORT
 
 Owns: the floor that a front is compared with. Does not know: the front.
 """
@@ -40,7 +41,7 @@ async def _events(num_tokens: int) -> AsyncIterator[bytes]:
     now = asyncio.get_running_loop().time
     began_s = now()
     for position in range(num_tokens):
-        if position:  # at its own time: how late one token is makes no other late
+        if position:  # each token has a time of its own: a late token does not delay the next
             await asyncio.sleep(began_s + position * STEP_S - now())
         finish_reason = "length" if position + 1 == num_tokens else None
         choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": finish_reason}

@@ -1,5 +1,6 @@
-"""The two servers that the front's benchmark loads: a front with a Conductor and instances that compute
-nothing, and a bare application.
+"""The two servers that the front's benchmark loads: our front and a bare application.
+
+Our front has a Conductor, and instances that compute nothing.
 
 Owns: their processes, the measurement of processor time. Does not know: how they are loaded.
 """
@@ -18,8 +19,10 @@ from mooncake.security.keys import ClusterKey
 
 
 class Server(NamedTuple):
-    """A server that is ready. `pid` is the process whose processor time counts. `fronts` take its requests,
-    if there are any."""
+    """A server that is ready. If it has further `fronts`, they take its requests.
+
+    `pid` is the process whose processor time counts.
+    """
 
     url: str
     pid: int
@@ -32,8 +35,10 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
-    """Make a context with a Conductor, prefill and decode instances, and further fronts. Raises
-    ServerError."""
+    """Make a context with a Conductor, prefill and decode instances, and further fronts.
+
+    Raises ServerError.
+    """
     with heeding_sigterm(), tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "cluster.key"
         ClusterKey.generate().save(key)
@@ -57,7 +62,7 @@ def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _node(arguments: Sequence[str]) -> Iterator[Server]:
-    """Make a context with a node that is started with these arguments."""
+    """Start a node with these arguments. The context gets its server."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mooncake", "--port", str(port), "--role", *arguments]
@@ -78,6 +83,6 @@ def bare() -> Iterator[Server]:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time that a process has used, over all its threads."""
+    """Return the seconds of processor time that all threads of a process have used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -4,10 +4,10 @@
     mooncake-serve --role conductor --security-key-file cluster.key
     python -m benchmarks.front.instant_workers --security-key-file cluster.key
 
-They take the Conductor's endpoint, the model and the block size from the same flags and variables as
-`mooncake-serve`, register as prefill and decode instances, and go through every message of a request. A first
-token leaves when it is ordered; then all running requests get one token, in one message for each front, every
-20 ms. The tokens are those of the prompt, from its beginning.
+The instances take the Conductor's endpoint, the model and the block size from the same flags and variables as
+`mooncake-serve`. They register as prefill and decode instances, and send every message of a request. A first
+token leaves when decode is ordered. Then every 20 ms all running requests get one token, in one message for
+each front. The tokens repeat the prompt from its beginning.
 
 Owns: the messages of both roles. Does not know: models, KVCache, pools.
 """
@@ -70,7 +70,7 @@ _NUM_NEIGHBOURS = 10
 
 @dataclass(slots=True)
 class _Running:
-    """A request that decodes; `num_tokens` of its answer have left."""
+    """A running request; `num_tokens` of its answer have been sent."""
 
     request: Request
     num_tokens: int = 0
@@ -92,7 +92,7 @@ class _Running:
 
 
 def _idle_pool(layout: KVLayout, neighbours: Sequence[str]) -> PoolStats:
-    """Return the counters of an empty pool, with a sample of every metric that a real pool has."""
+    """Return the statistics of an empty pool, with a sample of every metric that a real pool has."""
     tier = TierStats(num_slots=_NUM_PAGES, num_blocks=0, num_hits=0, num_evictions=0, num_checksum_failures=0)
     return PoolStats(
         num_pages=_NUM_PAGES,
@@ -122,7 +122,7 @@ def _idle_pool(layout: KVLayout, neighbours: Sequence[str]) -> PoolStats:
 
 
 class InstantInstance:
-    """An instance that connects, registers, and obeys until it is cancelled or refused."""
+    """An instance that connects, registers, and obeys orders until it is cancelled or refused."""
 
     def __init__(
         self,
@@ -134,8 +134,10 @@ class InstantInstance:
         key: ClusterKey,
         neighbours: Sequence[str],
     ) -> None:
-        """Connect. `neighbours` are the instances with which its heartbeats report transfers. Needs a running
-        event loop."""
+        """Connect to the Conductor. Needs a running event loop.
+
+        `neighbours` are the instances to which heartbeats report transfers.
+        """
         incarnation = time.time_ns()
         self._key = key
         self._identity = peer_identity(name, incarnation)
@@ -157,12 +159,11 @@ class InstantInstance:
         self._reserved: dict[Ref, Request] = {}
         self._running: dict[Ref, _Running] = {}
         self._epoch = 0
-        """Epoch of the Conductor with which it was registered last."""
+        """The epoch of the Conductor with which the instance registered last."""
         self.is_registered = asyncio.Event()
 
     async def run(self) -> None:
-        """Register and carry out orders until cancelled. Raises ConfigError if the Conductor refuses the
-        instance."""
+        """Register and carry out orders until cancelled. Raises ConfigError if the Conductor refuses."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._beat())
@@ -214,7 +215,7 @@ class InstantInstance:
             await self._tell(Heartbeat(len(self._running), 0, _NUM_PAGES, pools))
 
     async def _step(self) -> None:
-        """Send one token of every running request, every `STEP_S` seconds."""
+        """Send one token of each running request every `STEP_S` seconds."""
         due_s = time.monotonic()
         while True:
             due_s = max(due_s + STEP_S, time.monotonic())

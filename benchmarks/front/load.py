@@ -26,8 +26,10 @@ _TOKEN_IDS = (1000, 30_000)
 
 
 class Cost(NamedTuple):
-    """The processor time of a request, in one round or as the median of several. `own_cpu_ms` leaves other
-    fronts out."""
+    """The processor time of a request, in one round or as the median of several rounds.
+
+    `own_cpu_ms` leaves the further fronts out.
+    """
 
     rate_per_s: float
     cpu_ms: float
@@ -36,7 +38,7 @@ class Cost(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """The latencies of one round. `late_s`: the seconds of whole answers beyond the length of their steps."""
+    """The latencies of one round, in seconds. `late_s`: whole answers, less the length of their steps."""
 
     rate_per_s: float
     ttft_s: list[float]
@@ -44,7 +46,7 @@ class Latency(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of one wrk process. A connection pauses for up to `max_pause_s` before its next request."""
+    """The load of one wrk process. Each connection pauses for up to `max_pause_s` before its next request."""
 
     url: str
     bodies: list[bytes]
@@ -60,7 +62,7 @@ class Load(NamedTuple):
 
 
 def cost(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Cost:
-    """Measure the processor time of one round. Raises WrkError if an answer is not whole."""
+    """Measure the processor time of one round. Raises WrkError if an answer is incomplete."""
     whole = Load(server.url, _bodies(server, num_turns * num_connections, seed), NUM_OUTPUT, num_connections)
     before_s = [cpu_s(pid) for pid in server.pids]
     answers = _answers(wrk, _divided(whole, server))
@@ -74,13 +76,13 @@ def cost(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: i
 
 
 def latency(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Latency:
-    """Measure the latencies of one round. Raises WrkError if an answer is not whole."""
+    """Measure the latencies of one round. Raises WrkError if an answer is incomplete."""
     bodies = _bodies(server, num_turns * num_connections, 2 * seed)
     whole = Load(server.url, bodies, NUM_OUTPUT, num_connections, STEP_S)
     num_first = int(FIRST_TOKENS_PER_S * (num_turns - 1) * whole.turn_s)
     bodies = _bodies(server, num_first, 2 * seed + 1, num_output=1)
     pause_s = 2 * _FIRST_TOKEN_CONNECTIONS / FIRST_TOKENS_PER_S
-    # When all connections of the others have requests, until the first of them has no more.
+    # First tokens are asked for while all other connections are busy.
     first = Load(server.url, bodies, 1, _FIRST_TOKEN_CONNECTIONS, pause_s, whole.turn_s)
     loads = _divided(whole, server)
     answers = _answers(wrk, loads + _divided(first, server))
@@ -104,7 +106,7 @@ def _bodies(server: Server, number: int, seed: int, num_output: int = NUM_OUTPUT
 
 
 def _divided(load: Load, server: Server) -> list[Load]:
-    """Return the load divided among the server's further fronts, if it has any."""
+    """Return the load divided among the server's further fronts, or the whole load if there are none."""
     urls = [front.url for front in server.fronts] or [load.url]
     number = load.num_connections // len(urls)
     return [

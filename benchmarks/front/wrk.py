@@ -1,8 +1,9 @@
-"""Load by wrk, which leaves more of the processor to a server on the same cores than clients in Python do.
+"""Load by wrk. It leaves more processor time to a server on the same cores than clients in Python do.
 
 wrk measures whole answers; the clients of `mooncake-bench` measure each event.
 
-Owns: the program, this host's or that of Debian's package, and its script. Does not know: what is measured.
+Owns: the program wrk, from this host or from Debian's package, and its script. Does not know: what is
+measured.
 """
 
 import os
@@ -21,15 +22,15 @@ _SCRIPT = Path(__file__).with_suffix(".lua")
 
 
 class WrkError(Exception):
-    """A run in which some answer was not whole."""
+    """The error of a run in which an answer was incomplete."""
 
 
 class Answers(NamedTuple):
     """The answers of a run.
 
-    `times_s`: sorted seconds from each request to the end of its answer. If one took more than twice as long
-    as usual, wrk adds the times of the requests that it could not send meanwhile. `mean_bytes`: the mean size
-    of an answer with its head.
+    `times_s`: sorted seconds from each request to the end of its answer. If an answer took more than twice
+    the usual time, wrk adds the times of the requests that it could not send meanwhile. `mean_bytes`: the
+    mean size of an answer with its head.
     """
 
     times_s: list[float]
@@ -37,7 +38,7 @@ class Answers(NamedTuple):
 
 
 class Wrk:
-    """The program wrk. Construction raises CannotFetchError if this host has none and none can be fetched."""
+    """The program wrk. The constructor raises CannotFetchError if wrk is missing and cannot be fetched."""
 
     def __init__(self) -> None:
         self._environment: Mapping[str, str] = os.environ
@@ -57,12 +58,11 @@ class Wrk:
         spread_s: float,
         max_pause_s: float = 0.0,
     ) -> Answers:
-        """Post each of `bodies` to `/v1/completions` once. Every answer must have `num_events` events before
-        [DONE].
+        """Post each of `bodies` to `/v1/completions` once. Every answer must have `num_events` events.
 
-        Connections stay open. Each sends its next request after the answer to the one before and a random
-        pause of up to `max_pause_s`. The first requests are spread over `spread_s`, so that connections do
-        not stay in step. Raises WrkError.
+        Connections stay open. After each answer a connection pauses for a random time of up to `max_pause_s`,
+        and sends its next request. The first requests are spread over `spread_s` seconds, so that connections
+        do not stay in step. Raises WrkError.
         """
         with tempfile.NamedTemporaryFile() as file:
             file.writelines(body + b"\n" for body in bodies)
