@@ -1,22 +1,22 @@
-"""The engine on a GPU: is it right, how fast is it beside what the device can do, and does it serve.
+"""The engine on a GPU: its correctness, its speed in relation to the device's limits, and whole servers.
 
     python -m benchmarks.gpu [--only STAGE ...] [--limit-s 600] [--out build/gpu.json] [--again]
 
 - check: every kernel against its torch reference in float32, float16 and bfloat16; tiny models against torch.
-- tests: those of the kernels and of the engine, on this GPU.
-- kernels: GB/s and TFLOP/s at the shapes of Llama-3-8B, beside a copy and a product of matrices of this run.
-- steps: decode steps and prefill passes of a Llama-3-8B with random weights.
-- server: three whole servers, whether they are exact and stay so while they change (`server.py`).
-- serving: that model, with one prefill and one decode instance on the one GPU, through HTTP.
-- gpudirect: what the machine allows of GPUDirect RDMA.
+- tests: the tests of the kernels and of the engine, on this GPU.
+- kernels: GB/s and TFLOP/s at the shapes of Llama-3-8B, as shares of a copy and of a matrix product.
+- steps: decode steps and prefill passes of Llama-3-8B with random weights.
+- server: three whole servers, whose answers must be exact, also while the cluster changes (`server.py`).
+- serving: the same model through HTTP, with one prefill and one decode instance on one GPU.
+- gpudirect: the parts of GPUDirect RDMA that the machine allows.
 
-Each stage is a process of its own, and the next stage runs even if it fails. Stages that have passed on this
-device with this code are skipped, so an interrupted run can be continued. The file has all results; the
-tables are printed at the end, progress goes to stderr. The stages check, kernels and steps need torch, numpy
-and triton only. Without a GPU the program prints that and exits with 0. It exits with 1 if a result is wrong,
-a bar is missed or a stage does not end by itself.
+Each stage is a process of its own. If a stage fails, the next one runs all the same. Stages that have passed
+on this device with this code are skipped, so an interrupted run can be continued. The file has all results;
+the tables are printed at the end, progress goes to stderr. The stages check, kernels and steps need torch,
+numpy and triton only. Without a GPU the program prints that and exits with 0. It exits with 1 if a result is
+wrong, a bar is missed or a stage does not end by itself.
 
-Owns: the stages, the facts of a run. Does not know: what is measured how, how stages run.
+Owns: the stages, the facts of a run. Does not know: the measurements, how stages run.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _triton() -> str:
 
 
 def _digest() -> str:
-    """Return a digest of the code in the working tree, which may differ from the latest commit."""
+    """Return a digest of the code in the working tree. The code may differ from the latest commit."""
     digest = hashlib.sha256()
     paths = (path for package in _CODE for path in (ROOT / package).rglob("*"))
     for path in sorted(path for path in paths if path.suffix in _CODE_SUFFIXES):

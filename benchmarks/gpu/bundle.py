@@ -3,10 +3,10 @@
     python -m benchmarks.gpu.bundle FOLDER --installed FILE [--python 3.12] [--glibc 2.35] [--also NAME ...]
 
 FILE has the output of `python3 -m pip list --format=json` on that machine. FOLDER gets this project and its
-requirements, in the versions that are installed here, except those that the machine has in a sufficient
-version.
+requirements, in the versions that are installed here. Requirements that the machine already has in a
+sufficient version are left out.
 
-Owns: what is missing. Does not know: indexes and tags of wheels, which are pip's.
+Owns: the list of missing packages. Does not know: indexes and tags of wheels, which are pip's subject.
 """
 
 import argparse
@@ -25,14 +25,14 @@ PROJECT = "mooncake-serve"
 
 
 def missing(needed: Iterable[str], installed: Mapping[str, str], python: str) -> dict[str, str]:
-    """Return the version of each package that a machine lacks, or has in another version than is needed.
+    """Return the version of each package that a machine lacks, or has in an unsuitable version.
 
     Args:
-        needed: Requirements, as in pyproject.toml. What the packages themselves need is found here.
+        needed: Requirements, in the form of pyproject.toml. The requirements of these packages are added.
         installed: The version of each package of that machine, by canonical name.
-        python: The version of its Python.
+        python: The version of that machine's Python.
 
-    Raises PackageNotFoundError if something is not installed here.
+    Raises PackageNotFoundError if a required package is not installed here.
     """
     versions: dict[str, str] = {}
     pending = [(Requirement(text), frozenset({""})) for text in needed]
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def _platforms(glibc: str) -> list[str]:
-    """Return pip's options for wheels of x86-64 for this glibc or older ones: pip takes tags literally."""
+    """Return pip's options for wheels of x86-64 for this glibc or older ones. pip takes tags literally."""
     newest = int(glibc.removeprefix("2."))
     names = [f"manylinux_2_{minor}_x86_64" for minor in range(newest, 4, -1)]
     return [f"--platform={name}" for name in (*names, "manylinux2014_x86_64", "manylinux1_x86_64")]

@@ -1,4 +1,4 @@
-"""The limits of the device itself, measured in the same run as the kernels that are compared with them.
+"""The limits of the device itself, measured in the same run as the kernels.
 
 Owns: the timer, the two ceilings, rows of a table. Does not know: kernels.
 """
@@ -16,7 +16,7 @@ _NUM_RUNS = 20
 
 
 def seconds(call: Callable[[], object], num_runs: int = _NUM_RUNS) -> float:
-    """Return the median of the device's seconds for one call, after three calls to warm up."""
+    """Return the median seconds of the device for one call, after three calls to warm up."""
     for _ in range(3):
         call()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_runs)]  # type: ignore[no-untyped-call]
@@ -33,8 +33,11 @@ def seconds(call: Callable[[], object], num_runs: int = _NUM_RUNS) -> float:
 
 @dataclass(slots=True)
 class Ceilings:
-    """The ceilings: bytes a second that a copy reads and writes, and FLOP a second of a bfloat16 product of
-    random matrices."""
+    """The two ceilings of the device.
+
+    `copy_rate`: bytes a second that a copy reads and writes. `matrix_rate`: FLOP a second of a bfloat16
+    product of random matrices.
+    """
 
     copy_rate: float
     matrix_rate: float
@@ -42,7 +45,7 @@ class Ceilings:
 
     @classmethod
     def measure(cls, report: Report) -> "Ceilings":
-        """Measure both ceilings, which become the first table of a report. `begin` begins the others."""
+        """Measure both ceilings, and make them the first table of `report`. `begin` begins further tables."""
         source = torch.empty(_COPY_BYTES // 4, device="cuda").normal_()
         target = torch.empty_like(source)
         copy_rate = 2 * _COPY_BYTES / seconds(lambda: target.copy_(source))
@@ -55,16 +58,16 @@ class Ceilings:
         return cls(copy_rate, matrix_rate, report)
 
     def begin(self, title: str) -> None:
-        """Begin a table."""
+        """Begin a table with this title."""
         self.report.table(title, "", "time", "rate", "of the ceiling", "bar")
 
     def bytes_row(self, name: str, num_bytes: int, time_s: float, bar: float | None = None) -> None:
-        """Add a row to the table, against the copy."""
+        """Add a row to the table, as a share of the copy's rate."""
         rate = num_bytes / time_s
         self._row(name, f"{rate / 1e9:.0f} GB/s", time_s, rate, rate / self.copy_rate, bar)
 
     def flops_row(self, name: str, num_flops: int, time_s: float, bar: float | None = None) -> None:
-        """Add a row to the table, against the product of matrices."""
+        """Add a row to the table, as a share of the matrix product's rate."""
         rate = num_flops / time_s
         self._row(name, f"{rate / 1e12:.0f} TFLOP/s", time_s, rate, rate / self.matrix_rate, bar)
 

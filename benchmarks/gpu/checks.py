@@ -29,7 +29,7 @@ from workers.engine.warm_up import warm_up
 from workers.engine.weights import Weights
 
 _NUM_PROCESSES = min(8, os.cpu_count() or 1)
-"""The number of processes. Kernels compile on a core each, and each process has a context on the device."""
+"""The number of processes. Each one compiles kernels on one core, and has a context on the device."""
 _NUM_KV_HEADS = 2
 # (new tokens, tokens in all)
 _SEQUENCES = ((1, 1), (300, 300), (1, 64), (17, 1000), (1, 65), (130, 4000), (1, 5000))
@@ -39,7 +39,7 @@ _NUM_NEW, _CHUNK_SIZE, _PAGE_SIZE = 12, 40, 16
 
 
 class Case(NamedTuple):
-    """A call that returns the largest error of a result, and the bound of that error."""
+    """A call that returns the largest error of a result, and the largest error that is allowed."""
 
     name: str
     error: partial[float]
@@ -117,7 +117,7 @@ def _attention_error(
 
 
 def _largest(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest absolute error; infinite where a result is not finite."""
+    """Return the largest absolute error; infinite if a result is not finite."""
     return float((result.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max())
 
 
@@ -135,7 +135,7 @@ def _write_error(dtype: torch.dtype) -> float:
 
 
 def _norm_error(dtype: torch.dtype) -> float:
-    """Return the error of the norm; infinite if the sum differs from torch's."""
+    """Return the error of the norm; infinite if its sum differs from torch's sum."""
     x, residual, weight = (_random(*shape, dtype=dtype) for shape in ((33, 4096), (33, 4096), (4096,)))
     total = residual + x
     normed = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
@@ -152,7 +152,7 @@ def _silu_error(dtype: torch.dtype) -> float:
 
 
 def _quantise_error(dtype: torch.dtype, encoding: kv_quantise.Encoding) -> float:
-    """Return the error in steps of the encoding, as ties may be rounded to either side."""
+    """Return the error in steps of the encoding: ties may be rounded to either side."""
     kv_layer, pages = _random(20, 8, 2, 64, 128, dtype=dtype), torch.randperm(20, device="cuda")[:7]
     numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)
     expected, expected_scales = kv_quantise.quantise_reference(kv_layer, pages, encoding)
@@ -205,7 +205,7 @@ def _model_cases() -> Iterator[Case]:
 
 
 def _model_error(spec: ModelSpec, allow_native: bool) -> float:
-    """Return logits' error against torch on the CPU, over the largest; infinite if a greedy token differs."""
+    """Return the relative error of logits against torch on the CPU; infinite if a greedy token differs."""
     tensors = dummy_tensors(spec)
     expected, expected_logits = greedy(spec, tensors, "cpu")
     tokens, logits = greedy(spec, tensors, "cuda", allow_native=allow_native)
@@ -215,8 +215,10 @@ def _model_error(spec: ModelSpec, allow_native: bool) -> float:
 
 @contextmanager
 def _no_waiting(*, is_forbidden: bool) -> Iterator[None]:
-    """Make a context in which torch raises an error when the host waits for the device, if that
-    `is_forbidden`."""
+    """Make a context in which torch raises an error if the host waits for the device.
+
+    If `is_forbidden` is False, waiting is allowed.
+    """
     torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
     try:
         yield
@@ -225,7 +227,7 @@ def _no_waiting(*, is_forbidden: bool) -> Iterator[None]:
 
 
 def dummy_tensors(spec: ModelSpec) -> list[tuple[str, torch.Tensor]]:
-    """Return random weights, drawn on the CPU, as devices of different kinds draw different ones."""
+    """Return random weights. They are drawn on the CPU, as kinds of devices draw different numbers."""
     weights = Weights(spec, range(spec.num_layers), torch.float32, torch.device("cpu"), part_of(spec))
     return list(weights.dummy_tensors(seed=1))
 
@@ -233,10 +235,10 @@ def dummy_tensors(spec: ModelSpec) -> list[tuple[str, torch.Tensor]]:
 def greedy(
     spec: ModelSpec, tensors: list[tuple[str, torch.Tensor]], device: str, *, allow_native: bool = False
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Return the greedy tokens of every sequence, and the last step's logits `[S, vocab_size]` on the CPU, in
-    float32.
+    """Return the greedy tokens of every sequence, and the logits of the last step.
 
-    Prompts are prefilled in chunks, in one batch with the decode steps of the shorter ones.
+    The logits are `[S, vocab_size]` in float32 on the CPU. Prompts are prefilled in chunks, in one batch with
+    the decode steps of shorter prompts.
     """
     model = DecoderModel(spec, range(spec.num_layers), torch.float32, device, allow_native=allow_native)
     model.load_weights(tensors)

@@ -1,6 +1,7 @@
-"""The steps of GPUDirect RDMA, tried one by one, and why this machine does not allow them.
+"""The steps of GPUDirect RDMA, tried one by one, with the reasons why this machine does not allow them.
 
-Device memory is exported as a dma-buf, which an RDMA card then registers, to read and write it by itself.
+Device memory is exported as a dma-buf. An RDMA card registers the dma-buf, and then reads and writes the
+memory by itself.
 
 Owns: the attempts. Does not know: transfers.
 """
@@ -18,13 +19,13 @@ from messenger.rdma.errors import RdmaUnavailableError
 
 _SIZE_BYTES = 4 << 20
 _DMA_BUF_SUPPORTED = 124
-"""CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED"""
+"""The driver's attribute CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED."""
 _DMA_BUF_FD = 1
-"""CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD"""
+"""The driver's handle type CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD."""
 
 
 def run(report: Report) -> None:
-    """Add a row for each step. A step that this machine cannot do is no error."""
+    """Add a row for each step. A step that this machine does not allow is no error."""
     report.checks("GPUDirect RDMA: what this machine allows")
     memory = torch.zeros(_SIZE_BYTES, dtype=torch.uint8, device="cuda")
     steps: dict[str, Callable[[], str]] = {
@@ -84,7 +85,7 @@ def _dma_buf_of(memory: torch.Tensor) -> int:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call the driver. Raises OSError with its name of the error."""
+    """Call the driver. Raises OSError with the driver's name of the error."""
     cuda = ctypes.CDLL("libcuda.so.1")
     status = getattr(cuda, name)(*arguments)
     if status:

@@ -1,4 +1,4 @@
-"""Each kernel at the shapes of Llama-3-8B, against the device's ceilings.
+"""The speed of each kernel at the shapes of Llama-3-8B, as a share of the device's ceilings.
 
 Owns: shapes, bars, counts of bytes and FLOP. Does not know: whole models.
 """
@@ -26,7 +26,7 @@ _SCALE = _D**-0.5
 
 
 def run(report: Report) -> None:
-    """Measure the tables of a report."""
+    """Measure the kernels, and add their tables to a report."""
     ceilings = Ceilings.measure(report)
     kv_layer = _random(_NUM_PAGES, _KVH, 2, PAGE_SIZE, _D)
     ceilings.begin(
@@ -45,7 +45,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _spans(query_len: int, num_sequences: int, tile_tokens: int) -> tuple[Spans, Spans]:
-    """Return the spans of sequences of CONTEXT_LEN tokens over pages in random order."""
+    """Return the spans of sequences of CONTEXT_LEN tokens, whose pages are in random order."""
     tables = np.random.default_rng(0).permutation(_NUM_PAGES).reshape(-1, CONTEXT_LEN // PAGE_SIZE)
     lens = [query_len] * num_sequences, [CONTEXT_LEN] * num_sequences
     plan: SpanPlan = plan_spans(*lens, list(tables[:num_sequences]), _NUM_PAGES, PAGE_SIZE, tile_tokens)
@@ -142,9 +142,9 @@ def _prefill(ceilings: Ceilings, kv_layer: torch.Tensor) -> None:
 
 
 def _torch_attention(ceilings: Ceilings) -> None:
-    """Measure torch's attention of a whole prompt, which is faster there than at the end of a context.
+    """Measure torch's attention over a whole prompt, as torch is slower at the end of a context.
 
-    Keys and values lie together, and each query head has its own: torch copies grouped ones.
+    Keys and values are contiguous, and each query head has its own: torch would copy grouped heads.
     """
     query, keys, values = (_random(1, _H, CONTEXT_LEN, _D) for _ in range(3))
     num_flops = prefill.flops([CONTEXT_LEN], [CONTEXT_LEN], _H, _D)

@@ -1,6 +1,6 @@
 """The model whose shapes are measured: Llama-3-8B.
 
-Owns: its sizes. Does not know: its weights, which are random wherever it is measured.
+Owns: its sizes. Does not know: its weights, which are random in all measurements.
 """
 
 from workers.engine.spec import ModelSpec

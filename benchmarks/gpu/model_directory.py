@@ -1,6 +1,6 @@
 """The directory of a model without weights, for `--load-format dummy`.
 
-Owns: config.json and the tokenizer. Does not know: which model, who serves it.
+Owns: config.json and the tokenizer. Does not know: which model, which server.
 """
 
 import json
@@ -10,7 +10,7 @@ from workers.engine.spec import ModelSpec
 
 
 def write_model(directory: Path, spec: ModelSpec, dtype: str = "bfloat16") -> None:
-    """Write the configuration of a Llama, and a tokenizer that splits text into bytes and knows every id."""
+    """Write a Llama's configuration, and a tokenizer that splits text into bytes and knows every id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Calls divided among processes: kernels compile on several cores, and none spoils the device for others.
+"""Calls divided among processes. Kernels compile on several cores, and a failed call harms no other call.
 
 Owns: the processes. Does not know: the calls.
 """
@@ -14,8 +14,9 @@ _SPAWN = multiprocessing.get_context("spawn")
 def results_of(calls: Sequence[Callable[[], Any]], num_processes: int) -> Iterator[Any]:
     """Yield the result of each call, or its exception, in the order of the calls.
 
-    A call that raises an exception or ends its process is repeated in a process of its own: after a fault the
-    device refuses all further work of the same process, and a process that dies takes other calls with it.
+    A call that raises an exception or ends its process is repeated in a process of its own. This is needed
+    because after a fault the device refuses all further work of the same process, and because other calls end
+    with a process that dies.
     """
     with (
         ProcessPoolExecutor(num_processes, _SPAWN) as pool,

@@ -1,4 +1,4 @@
-"""Stages, each a process of its own with a time limit, and the file of their results.
+"""Stages, each in a process of its own with a time limit, and the file of their results.
 
 Owns: which stages run again, how they are ended, the file. Does not know: the work of stages.
 """
@@ -19,9 +19,9 @@ from benchmarks.report import tables_of, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("device", "code")
-"""The facts in a file's head on which results depend. With other facts the file begins anew."""
+"""The facts in a file's head on which results depend. If they differ, the file begins anew."""
 _END_S = 20.0
-"""Seconds that a stage has to end its servers after its time limit."""
+"""Seconds after its time limit in which a stage can end its servers."""
 
 
 def run_stages(
@@ -30,9 +30,9 @@ def run_stages(
     """Run the stages that have not passed yet, and return the contents of `out`.
 
     Args:
-        stages: The module of each stage by name, whose `run(report)` is called.
+        stages: The module of each stage, by the stage's name. The module's `run(report)` is called.
         head: Facts of this run.
-        out: The file of the head and all results so far, written after each stage.
+        out: The file for the head and all results so far. It is written after each stage.
         limit_s: The time limit of a stage in seconds.
         again: Whether stages that have passed run again.
     """
@@ -54,7 +54,7 @@ def _run_stage(module: str, limit_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gpu-stage") as folder:
         file = Path(folder) / "report.json"
         began_s = time.monotonic()
-        # What the stage prints is progress: the tables come at the end.
+        # The stage's output is progress, so it goes to stderr: the tables come at the end.
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.stage", module, str(file)],
             cwd=ROOT,
@@ -74,7 +74,7 @@ def _run_stage(module: str, limit_s: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have a stage end its servers, then kill all processes of its session that are left."""
+    """Let a stage end its servers, then kill the processes of its session that are left."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
@@ -84,7 +84,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """Return the results in a file as a page in Markdown."""
+    """Return the results of a run as a page in Markdown."""
     facts = ", ".join(f"{name} {value}" for name, value in record.items() if name != "stages")
     lines = [facts]
     for name, stage in record["stages"].items():

@@ -1,22 +1,23 @@
-"""Whole servers on one GPU: whether they start, give exact answers, keep doing so while they change, and how
-fast they are.
+"""Whole servers on one GPU: they must give exact answers, also while they change. Their speed is measured.
 
     python -m benchmarks.gpu.server [--small | --tiny] [--device cpu] [--only exact|speed] [--logs FOLDER]
 
-Each check is a line with its figure; one that fails does not end the others. Three servers run on the device
-at a time, started as a user would, with random weights:
+Each check prints a line with its figure. After a failed check the others still run. Three servers run on the
+device at the same time, started as a user would start them, with random weights:
 
 - pair: a prefill and two decode instances in float32, a small model. Greedy answers and their logprobs are
-  compared with torch's own layers in this process: computed, reused from DRAM and SSD, 32 at once. Then
-  grammars, seeds, logprobs, penalties; moves, roles, drains; workers that are killed.
-- both: one instance with both roles, which computes prompts beside what it decodes; compared as well.
+  compared with torch's own layers in this process: for computed prefixes, for prefixes reused from DRAM and
+  SSD, and for 32 requests at once. Further checks are grammars, seeds, logprobs and penalties; moves, roles
+  and drains; and workers that are killed.
+- both: one instance with both roles, which computes prompts while it decodes. Its answers are compared, too.
 - large: a prefill and a decode instance in bfloat16, Llama-3-8B's shape (--small: a model of 0.1 billion
-  parameters), whose speed is measured. Then, without a server, what layer-wise stores cost beside a prefill.
+  parameters), whose speed is measured. Then, without a server, the cost of layer-wise stores during a
+  prefill.
 
 `--device cpu --tiny` rehearses all of it without a GPU. Logs of the servers are kept in FOLDER. Exits with 1
 if a check was wrong.
 
-Owns: the order, models and flags. Does not know: what is checked how.
+Owns: the order, models and flags. Does not know: how anything is checked.
 """
 
 import argparse
@@ -66,18 +67,18 @@ SMALL = replace(
     max_position=32_768,
 )
 POOL_TOKENS = 16_384
-"""Tokens that an instance's DRAM holds where SSD is to be used."""
+"""The tokens that an instance's DRAM holds in servers that shall use SSD."""
 LARGE_POOL_TOKENS = 49_152
-"""Tokens that an instance's DRAM holds where speed is measured."""
+"""The tokens that an instance's DRAM holds in the server whose speed is measured."""
 DEVICE_TOKENS = 65_536
-"""Tokens that an instance's device memory holds."""
+"""The tokens that an instance's device memory holds."""
 START_DEADLINE_S = 120.0
 DEFAULT_LOGS = Path(os.environ.get("OUT", tempfile.gettempdir())) / "server"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The served models, and the lengths of the prompts for which speed is measured."""
+    """The served models, and the lengths of the prompts with which speed is measured."""
 
     exact: ModelSpec
     large: ModelSpec
@@ -92,12 +93,12 @@ TINY_SIZES = Sizes(TINY, TINY, "float32", 128, 32, 2048)
 
 
 def run(report: Report) -> None:
-    """Check everything on the GPU."""
+    """Check all servers on the GPU."""
     check_servers(report, GPU_SIZES, "cuda:0", DEFAULT_LOGS)
 
 
 def check_servers(report: Report, sizes: Sizes, device: str, logs: Path, only: str | None = None) -> None:
-    """Add a row for each check. The logs of the servers are written to `logs`."""
+    """Check the servers, and add a row for each check. The servers' logs are written to `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     report.checks(f"Whole servers on {device}, logs in {logs}")
     with ExitStack() as stack:
@@ -182,7 +183,7 @@ def _is_ready(report: Report, cluster: Cluster, device: str) -> bool:
 
 
 def _flags(folder: Path, spec: ModelSpec, dtype: str, device: str) -> list[str]:
-    """Write the model's directory unless it exists, and return the flags for serving it."""
+    """Write the model's directory if it does not exist, and return the flags for serving the model."""
     directory = folder / f"{spec.num_layers}-{spec.vocab_size}"
     if not directory.exists():
         directory.mkdir()
@@ -204,7 +205,7 @@ def _token_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def _free_bytes(device: str) -> int:
-    """Return the device's free memory in bytes; 0 on a CPU, where memory is not compared."""
+    """Return the device's free memory in bytes; 0 on a CPU, whose memory is not compared."""
     return torch.cuda.mem_get_info(device)[0] if device != "cpu" else 0
 
 

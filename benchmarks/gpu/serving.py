@@ -1,4 +1,4 @@
-"""A Llama-3-8B with random weights behind HTTP: one prefill and one decode instance on the one GPU.
+"""A Llama-3-8B with random weights behind HTTP: one prefill and one decode instance on one GPU.
 
 Owns: its flags. Does not know: how requests are measured (`benchmarks/serving.py`).
 """
@@ -25,7 +25,7 @@ _FLAGS = (
 
 
 def run(report: Report) -> None:
-    """Measure the tables of `benchmarks/serving.py`."""
+    """Start the server, and measure the tables of `benchmarks/serving.py`."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as directory:

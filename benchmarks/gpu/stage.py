@@ -1,6 +1,6 @@
-"""The process of one stage: `python -m benchmarks.gpu.stage MODULE FILE`.
+"""The process that runs one stage: `python -m benchmarks.gpu.stage MODULE FILE`.
 
-Owns: how a stage ends. Does not know: which stages there are, how long they may take.
+Owns: how a stage ends. Does not know: the list of stages, their time limits.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from benchmarks.report import Report
 
 
 def main(module: str, file: str) -> None:
-    """Have `run(report)` of a module write its rows and, at its end, its status to a file."""
+    """Run a module's `run(report)`. The report writes its rows, and at the end a status, to the file."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the stage's servers are ended too
     report = Report(Path(file))
     try:

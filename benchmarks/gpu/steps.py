@@ -1,4 +1,6 @@
-"""Whole steps of a Llama-3-8B with random weights, as a worker makes them: from lists of inputs to tokens.
+"""The time of whole steps of a Llama-3-8B with random weights, from lists of inputs to drawn tokens.
+
+The steps are those of a worker.
 
 Owns: the model, the lower bound of a decode step. Does not know: kernels.
 """
@@ -16,18 +18,18 @@ from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 
 _STEPS = ((1, 1024), (8, 1024), (64, 1024), (64, 4096), (256, 1024))
-"""Numbers of sequences, and of tokens in each: at most 36 GB of KVCache."""
+"""The numbers of sequences and the tokens in each. They need at most 36 GB of KVCache."""
 _STEP_BAR = 0.75
-"""The least share of the ceiling, which is the time of reading all weights and the KVCache."""
+"""The least speed of a decode step, as a share of reading all weights and the KVCache at copy speed."""
 _PROMPTS = (1024, 2048, 8192, 32768)
 _PASS_TOKENS = 2048
-"""Tokens of a pass at most, as in workers on GPUs."""
+"""The most tokens of a prefill pass, the same as in workers on GPUs."""
 _PREFILL_BAR = 0.55
 _NUM_RUNS = 9
 
 
 def run(report: Report) -> None:
-    """Measure the tables of a report."""
+    """Measure decode steps and prompts, and add their tables to a report."""
     ceilings = Ceilings.measure(report)
     spec = LLAMA_3_8B
     model = DecoderModel(spec, range(spec.num_layers), DTYPE, "cuda")
@@ -75,7 +77,7 @@ def _step(model: DecoderModel, kv: DeviceKVCache, chunks: list[Chunk]) -> Callab
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """Return the median wall time in seconds of a step, which waits for the device itself."""
+    """Return the median wall time of a step in seconds. The step itself must wait for the device."""
     for _ in range(3):
         step()
     times = []
@@ -92,8 +94,10 @@ def _layer_elements(spec: ModelSpec) -> int:
 
 
 def _weight_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of weights that every step reads: all matrices but the embedding, of which a step
-    reads a row a token."""
+    """Return the bytes of weights that every decode step reads.
+
+    They are all matrices except the embedding, of which a step reads one row for each token.
+    """
     return (spec.num_layers * _layer_elements(spec) + spec.vocab_size * spec.hidden_size) * DTYPE.itemsize
 
 
@@ -102,7 +106,9 @@ def _token_bytes(spec: ModelSpec) -> int:
 
 
 def _prefill_flops(spec: ModelSpec, num_tokens: int) -> int:
-    """Return the FLOP of products and causal attention; the head, which a pass applies to one token, is left
-    out."""
+    """Return the FLOP of all products and of causal attention in the layers.
+
+    The head is left out, as a pass applies it to one token only.
+    """
     attention = 2 * num_tokens * (num_tokens + 1) * spec.num_heads * spec.head_dim
     return spec.num_layers * (2 * num_tokens * _layer_elements(spec) + attention)

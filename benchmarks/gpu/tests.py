@@ -1,7 +1,8 @@
-"""The tests of kernels and engine, run on the GPU. Among others they check that greedy tokens equal
-transformers'.
+"""The tests of kernels and engine, run on the GPU.
 
-Owns: which tests. Does not know: what they test.
+One of their checks is that greedy tokens equal those of transformers.
+
+Owns: the choice of tests. Does not know: the subjects of tests.
 """
 
 import os
@@ -13,11 +14,11 @@ from benchmarks.report import Found, Report
 
 _FOLDERS = ("tests/kernels/cuda", "tests/workers/engine")
 _MOST_PROCESSES = 14
-"""Processes at most, as each compiles kernels and has a CUDA context of its own."""
+"""The most processes. Each one compiles kernels, and has a CUDA context of its own."""
 
 
 def run(report: Report) -> None:
-    """Add a row for each folder."""
+    """Run the tests of each folder, and add a row for each folder."""
     report.checks("Tests, on this GPU")
     for folder in _FOLDERS:
         report.check(folder, lambda folder=folder: _tested(folder))  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""Checks of a whole server, through HTTP (`benchmarks.gpu.server` has their order)."""
+"""Checks of a whole server through HTTP. `benchmarks.gpu.server` has their order."""

@@ -1,4 +1,4 @@
-"""Requests that go on while their cluster changes: moves, roles, drains, and workers that are killed.
+"""Checks that requests go on while their cluster changes: moves, roles, drains, and killed workers.
 
 Owns: the changes. Does not know: how a server is started.
 """
@@ -17,11 +17,11 @@ from benchmarks.report import Found, Report
 
 NUM_TOKENS = 800
 _MOST_MORE_BYTES = 256 << 20
-"""Bytes of device memory by which a restarted worker may exceed the memory taken before it was killed."""
+"""The bytes of device memory that a restarted worker may take beyond the memory of its earlier life."""
 
 
 class Changes:
-    """The checks of one server with two decode instances. `free_bytes` returns the device's free memory."""
+    """Checks of one server with two decode instances. `free_bytes` returns the device's free memory."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class Changes:
         )
 
     def _while_streaming(self, change: Callable[[], str], salt: str, *, at_once: bool = False) -> Found:
-        """Make the change while all requests are being decoded, or `at_once`, and compare their answers."""
+        """Make a change while all requests are being decoded, and compare their answers.
+
+        With `at_once` the change does not wait until all of them are being decoded.
+        """
         with ThreadPoolExecutor(len(self._prompts)) as threads:
             asked: list[Future[Answer]] = [
                 threads.submit(self._cluster.ask, prompt, NUM_TOKENS, cache_salt=salt)
@@ -133,7 +136,7 @@ class Changes:
         return self._while_streaming(drain, "drain")
 
     def _kill(self, victim: str | None) -> Found:
-        """Kill a worker with prompts in flight; with None the busiest decode instance while it decodes."""
+        """Kill a worker with prompts in flight. None: kill the busiest decode instance while it decodes."""
         free_bytes = self._free_bytes()
 
         def kill() -> str:

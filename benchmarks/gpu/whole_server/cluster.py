@@ -1,6 +1,6 @@
-"""A server of a random model as a child process, as clients and operators see it.
+"""A server of a random model as a child process, used through the routes of clients and operators.
 
-Owns: its process, its log, requests, metrics, orders. Does not know: what is checked.
+Owns: its process, its log, requests, metrics, orders. Does not know: the checks.
 """
 
 import json
@@ -22,14 +22,17 @@ from benchmarks.servers import END_DEADLINE_S, ServerError, free_port
 from benchmarks.serving import our_command
 
 DEADLINE_S = 45.0
-"""Seconds for an answer, and for each event of a stream. A killed worker is restarted sooner."""
+"""The most seconds for an answer, and for each event of a stream. A killed worker restarts in less time."""
 _MOST_DEATHS = 3
 _ROOT = Path(__file__).resolve().parents[3]
 
 
 class Answer(NamedTuple):
-    """One choice: its tokens, their logprobs (empty if not asked for), the seconds from the request to each
-    event, and the reused tokens of the prompt."""
+    """One choice of an answer.
+
+    It has the tokens, their logprobs (empty if not asked for), the seconds from the request to each token,
+    and the number of the prompt's reused tokens.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -41,7 +44,7 @@ class Cluster:
     """A running `mooncake-serve --role all`. Every method raises an error after `DEADLINE_S`."""
 
     def __init__(self, name: str, folder: Path, flags: Sequence[str]) -> None:
-        """Start a server, without waiting. Its log is `folder/NAME.log`."""
+        """Start a server without waiting for it. Its log is `folder/NAME.log`."""
         self.name, self._port = name, free_port()
         self.log = folder / f"{name}.log"
         self._run_dir = tempfile.TemporaryDirectory(prefix="mcg")
@@ -65,7 +68,7 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        """End the server, whatever its state."""
+        """End the server's process, whatever its state."""
         self._http.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -77,7 +80,7 @@ class Cluster:
         self._run_dir.cleanup()
 
     def wait_until_ready(self, deadline_s: float) -> float:
-        """Return the seconds from its start until it could serve. Raises ServerError."""
+        """Wait until the server is ready, and return the seconds since its start. Raises ServerError."""
         while not self._is_ready():
             is_late = time.monotonic() - self._began_s > deadline_s
             if (
@@ -99,7 +102,7 @@ class Cluster:
         return self.log.read_text(errors="replace").splitlines()
 
     def num_lines(self, pattern: str) -> int:
-        """Return how many lines of the log match so far."""
+        """Return the number of lines of the log that match `pattern` so far."""
         return sum(re.search(pattern, line) is not None for line in self._lines())
 
     def complaints(self) -> Found:
@@ -125,8 +128,10 @@ class Cluster:
         }
 
     def events(self, content: dict[str, object]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream. A stream that is left early is closed. Raises RuntimeError for an
-        error."""
+        """Yield the events of a stream. A stream that is left early is closed.
+
+        Raises RuntimeError for an answer or event that is an error.
+        """
         with self._http.stream("POST", "/v1/completions", json={**content, "stream": True}) as response:
             if response.status_code != 200:
                 raise RuntimeError(f"{response.status_code} {response.read()[:300].decode()}")
@@ -138,7 +143,7 @@ class Cluster:
                     yield event
 
     def ask(self, prompt: Sequence[int], num_tokens: int, **fields: object) -> Answer:
-        """Return the streamed answer to a `body`."""
+        """Send a request made by `body`, and return its streamed answer."""
         content = self.body(prompt, num_tokens, stream_options={"include_usage": True}, **fields)
         began_s = time.perf_counter()
         tokens: list[int] = []
@@ -166,7 +171,7 @@ class Cluster:
     # -- what operators see and order ---------------------------------------------------------------
 
     def metrics(self, name: str, *labels: str) -> dict[str, float]:
-        """Return the samples of a metric that have all of these labels, by the text of their labels."""
+        """Return the samples of a metric that have all these labels, by the text of a sample's labels."""
         text = self._http.get("/metrics").text
         found = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
         return {of: float(value) for of, value in found if all(label in of for label in labels)}
@@ -175,7 +180,7 @@ class Cluster:
         return sum(self.metrics(name, *labels).values())
 
     def order(self, path: str, **parameters: str) -> httpx.Response:
-        """Post an order of an operator."""
+        """Send an order of an operator."""
         return self._http.post(f"/admin/{path}", params=parameters)
 
     def instances(self) -> dict[str, dict[str, Any]]:
@@ -183,7 +188,7 @@ class Cluster:
         return {one["name"]: one for one in answer.json()["instances"]}
 
     def running(self) -> list[tuple[str, str]]:
-        """Return the requests that are being decoded, with their instances."""
+        """Return the requests that are being decoded, each with its decode instance."""
         state = self._http.get("/dashboard/state").json()
         return [
             (of["id"], of["decode"])
@@ -201,7 +206,7 @@ class Cluster:
         raise RuntimeError(f"no process of {name}")
 
     def idle(self) -> Found:
-        """Wait until no request is left and all device pages are free again, and return that as a finding."""
+        """Wait until no request is left and all device pages are free, and return a finding about it."""
 
         def is_idle() -> bool:
             free, pages = (
@@ -215,7 +220,7 @@ class Cluster:
 
 
 def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> float:
-    """Wait until a condition holds, and return the seconds that took. Raises RuntimeError."""
+    """Wait until a condition holds, and return the seconds that it took. Raises RuntimeError if too late."""
     began_s = time.monotonic()
     while not condition():
         if time.monotonic() - began_s > deadline_s:

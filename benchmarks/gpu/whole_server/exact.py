@@ -1,4 +1,4 @@
-"""Greedy answers of a server, on each way that KVCache takes, against a reference.
+"""Checks of a server's greedy answers against a reference, for each way that KVCache takes.
 
 Owns: the ways. Does not know: how a server is started, the reference model.
 """
@@ -12,13 +12,13 @@ from benchmarks.report import Found, Report
 
 NUM_TOKENS = 24
 LENGTHS = (1, 63, 64, 65, 200, 700, 1500)
-"""Lengths of prompts: around blocks of 64 tokens, and of one to six passes of 256."""
+"""The lengths of prompts: just below and above one block of 64 tokens, and up to six passes of 256."""
 SHORT_LENGTHS = (5, 64, 130, 257, 390)
 FILLER_LEN = 1500
 
 
 class Exactness:
-    """The checks of one server. `pool_tokens`: tokens that an instance's pool holds in DRAM."""
+    """Checks of one server. `pool_tokens`: the tokens that an instance's pool holds in DRAM."""
 
     def __init__(
         self, report: Report, cluster: Cluster, reference: Reference, vocab_size: int, pool_tokens: int
@@ -32,7 +32,7 @@ class Exactness:
         return [self._rng.randrange(1, self._vocab_size) for _ in range(length)]
 
     def pair(self) -> None:
-        """Check prompts of a prefill instance, whose KVCache goes to a decode instance."""
+        """Check prompts that a prefill instance computes, and whose KVCache goes to a decode instance."""
         self._compare("a prefill and a decode instance", self.prompts, num_at_once=1)
         self._compare("prefix hits", self.prompts, num_at_once=1, hits=True)
         self._second_turns()
@@ -61,7 +61,7 @@ class Exactness:
         return Found(is_good, f"{found.figure}; {num_cached} cached tokens")
 
     def _second_turns(self) -> None:
-        """Check prompts that continue answers, whose blocks the decode instances have stored."""
+        """Check prompts that continue earlier answers, whose blocks the decode instances have stored."""
 
         def find() -> Found:
             answers = self._cluster.ask_all(self.prompts, NUM_TOKENS, 1)

@@ -1,4 +1,4 @@
-"""Requests that ask for more than greedy tokens, and whether their answers are well formed.
+"""Checks that answers are well formed for requests that ask for more than greedy tokens.
 
 Owns: the requests, the form of answers. Does not know: how a server is started.
 """
@@ -27,7 +27,7 @@ NUM_TOKENS = 40
 
 
 class Features:
-    """The checks of one server."""
+    """Checks of one server."""
 
     def __init__(self, report: Report, cluster: Cluster, prompt: Sequence[int]) -> None:
         self._report, self._cluster, self._prompt = report, cluster, prompt

@@ -1,6 +1,7 @@
-"""The cost of layer-wise prefill's stores beside the computation, and the time that loads save.
+"""The cost of layer-wise prefill's stores during the computation, and the time that loads save.
 
-A quarter of a large model's layers, by the executor of this process, with a pool's process beside it.
+The model is a quarter of a large model's layers. The executor runs in this process, and a pool's process runs
+beside it.
 
 Owns: the ways that are compared, their bars. Does not know: how a prefill is run
 (`benchmarks.prefill.bench`).
@@ -16,12 +17,12 @@ from mooncake.messages.blocks import KVDtype
 from workers.engine.spec import ModelSpec
 
 MOST_EXTRA = 0.05
-"""Share of the computation's time by which stores beside it may lengthen a prefill."""
+"""The most time that stores may add to a prefill, as a share of the computation's time."""
 NUM_ROUNDS = 5
 
 
 def measure_overlap(report: Report, spec: ModelSpec, dtype: KVDtype, device: str, prompt_len: int) -> None:
-    """Measure each way, and add a row for it."""
+    """Measure each way of prefill, and add a row for it."""
     block_size, chunk = 64, 2048
     num_pages = 2 * -(-prompt_len // block_size) + 8
     setup = Setup(
@@ -39,7 +40,7 @@ async def _compared(setup: Setup, prompt_len: int) -> dict[str, Found]:
     async with instances(setup) as (pool, _):
         bench = Bench(pool, setup=setup)
         times: dict[str, list[float]] = {"alone": [], "beside": [], "hit": [], "behind": []}
-        # All blocks, but the last token is computed in any case.
+        # All full blocks of the prompt are cached. The last token is always computed.
         num_cached = min(prompt_len // setup.block_size * setup.block_size, prompt_len - 1)
         for _ in range(NUM_ROUNDS + 1):
             first, prompt, *others = (bench.new_prompt(prompt_len) for _ in range(4))
@@ -49,7 +50,7 @@ async def _compared(setup: Setup, prompt_len: int) -> dict[str, Found]:
             behind = await bench.prefills_s(others, bench.transfers(overlap=False))
             for name, (_, of_second_s) in zip(times, (alone, beside, hit, behind), strict=True):
                 times[name].append(of_second_s)
-    # The first round compiles and allocates, the first prompt of each starts the threads of its transfers.
+    # The first round compiles and allocates. The first prompt of each way starts its transfers' threads.
     alone_s, beside_s, hit_s, behind_s = (statistics.median(of[1:]) for of in times.values())
     extra = beside_s / alone_s - 1
     title = f"{prompt_len} tokens through {setup.spec.num_layers} layers"

@@ -1,4 +1,4 @@
-"""The answers of torch's own layers, computed in this process on the same device.
+"""The reference answers: torch's own layers, computed in this process on the same device.
 
 Owns: the reference model, the comparison. Does not know: servers.
 """
@@ -16,16 +16,18 @@ from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 
 MOST_ERROR = 5e-4
-"""Largest error of a logprob. One wrong token in a prompt of 1500 changes some logprob of an answer by
-0.02, a page by 0.1."""
+"""The largest error of a logprob that is allowed.
+
+One wrong token in a prompt of 1500 changes some logprob of an answer by 0.02, a wrong page by 0.1.
+"""
 _PAGE_SIZE = 64
 
 
 class Reference:
-    """The model with the weights that the server's instances have, in float32."""
+    """The model in float32, with the same weights as the server's instances."""
 
     def __init__(self, spec: ModelSpec, device: str, num_tokens: int) -> None:
-        """Make the model. `num_tokens`: tokens of the longest prompt with its answer."""
+        """Make the model. `num_tokens`: the most tokens of a prompt with its answer."""
         layers = range(spec.num_layers)
         self._model = DecoderModel(spec, layers, torch.float32, device, allow_native=False)
         self._model.init_dummy_weights(DUMMY_SEED)
@@ -35,15 +37,17 @@ class Reference:
 
     @torch.inference_mode()
     def _logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-        """Return the logprobs `[len(answer), vocab_size]` behind the prompt and each token but the last."""
+        """Return the logprobs from which each token of the answer was drawn: `[len(answer), vocab_size]`."""
         model = self._model
         batch = Batch.build([Chunk([*prompt, *answer[:-1]], 0, self._pages)], self._kv)
         hidden = model.forward_layers(model.layers, model.embed(batch), batch, self._kv)
         return model.logits(hidden[len(prompt) - 1 :]).log_softmax(-1)
 
     def are_alike(self, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]) -> bool:
-        """Return whether answers are equal, or first differ where both tokens are equally likely up to
-        rounding."""
+        """Return whether two answers are equal up to rounding.
+
+        They are, if their first different tokens have equal logprobs up to rounding.
+        """
         if list(answer) == list(other):
             return True
         where = next(index for index, (a, b) in enumerate(zip(answer, other, strict=True)) if a != b)
@@ -51,9 +55,10 @@ class Reference:
         return abs(float(logprobs[answer[where]] - logprobs[other[where]])) <= MOST_ERROR
 
     def compare(self, prompts: Iterable[Sequence[int]], answers: Iterable[Answer]) -> Found:
-        """Check that each token is the likeliest up to rounding, and that all logprobs are right.
+        """Check that each token is the likeliest one up to rounding, and that all logprobs are right.
 
-        Tokens are compared behind the answer's own tokens, so that one wrong token counts as one error.
+        Each token is compared given the answer's own tokens before it. So one wrong token counts as one
+        error.
         """
         num_tokens = num_ties = num_wrong = 0
         error = 0.0

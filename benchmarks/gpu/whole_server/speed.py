@@ -1,4 +1,4 @@
-"""TTFT, TBT and throughput of a server, and what a prefix in the pool saves.
+"""The TTFT, TBT and throughput of a server, and the time that a prefix in the pool saves.
 
 Owns: the loads. Does not know: how a server is started.
 """
@@ -16,15 +16,17 @@ _STEPS = ("reserving", "prefilling", "inlined", "transferring", "loading")
 
 
 class Speed:
-    """The measurements of one server."""
+    """Measurements of one server."""
 
     def __init__(self, report: Report, cluster: Cluster, vocab_size: int) -> None:
         self._report, self._cluster = report, cluster
         self._rng, self._vocab_size = random.Random(5), vocab_size
 
     def measure(self, prompt_len: int, num_tokens: int, long_len: int) -> None:
-        """Measure TTFT, TBT and throughput. `long_len`: tokens of the prompt whose prefix is asked for
-        again."""
+        """Measure TTFT, TBT and throughput, and the time that a stored prefix saves.
+
+        `long_len`: tokens of the prompt that is sent twice for the latter.
+        """
         for num_streams in (1, 8, 32):
             for which in ("first burst", "again"):
                 self._report.check(
@@ -73,7 +75,7 @@ class Speed:
         )
 
     def _timed(self, prompt: Sequence[int]) -> tuple[Answer, str]:
-        """Return the answer, and the seconds that each step before decoding took."""
+        """Send a prompt, and return the answer with a text: the seconds of each step before decode."""
         before = self._seconds()
         answer = self._cluster.ask(prompt, 8)
         return answer, self._since(before)
@@ -84,7 +86,7 @@ class Speed:
         ]
 
     def _since(self, before: Sequence[float], num_requests: int = 1) -> str:
-        """Return the mean seconds that each step before decoding has taken since the earlier totals."""
+        """Return as text the mean seconds that each step before decode has taken since `before`."""
         times_s = [(now - old) / num_requests for now, old in zip(self._seconds(), before, strict=True)]
         return ", ".join(
             f"{step} {time_s:.3f}" for step, time_s in zip(_STEPS, times_s, strict=True) if time_s > 0
