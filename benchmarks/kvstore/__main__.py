@@ -1,6 +1,8 @@
-"""One markdown table per section: our pool, the peer, and the limit of the machine, measured in turn.
+"""The pool's benchmarks: one markdown table per section, with our pool, the peer, and the machine's limit.
 
-    python -m benchmarks.kvstore [--quick] [--full] [--only SECTION] [--directory DIR]
+  python -m benchmarks.kvstore [--quick] [--full] [--only SECTION] [--directory DIR]
+
+The sides are measured in turn.
 
 Owns: the sections and their tables. Does not know: how anything is measured.
 """
@@ -56,11 +58,11 @@ OURS, PEER, PEER_CHECKED = "ours", "Mooncake Store", "Mooncake Store, checksums 
 
 
 class Effort(NamedTuple):
-    """The extent of the measurements."""
+    """The extent of the measurements: rounds, seconds and sizes."""
 
     num_rounds: int
     budget_s: float
-    """Seconds of one measurement of one side in one round."""
+    """The seconds that one side is measured in one round."""
     num_disk_rounds: int
     disk_budget_s: float
     disk_bytes: int
@@ -73,7 +75,7 @@ FULL = NORMAL._replace(num_index_blocks=(1_000_000, 10_000_000))
 
 
 def metadata(effort: Effort, python: Path | None) -> None:
-    """Measure how fast the holders of keys are found."""
+    """Measure how many keys a second are found."""
     num_blocks = WORKING_SET_BYTES // SMALLEST
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(OurStore("unix")))
@@ -109,7 +111,7 @@ def metadata(effort: Effort, python: Path | None) -> None:
 
 
 def memory(effort: Effort, python: Path | None) -> None:
-    """Put and get through shared memory."""
+    """Measure put and get through shared memory."""
     with contextlib.ExitStack() as stack:
         store, blocks = stack.enter_context(contextlib.closing(OurStore("unix"))), Memory()
         sides: dict[str, Side] = {OURS: Workload(store, blocks)}
@@ -123,8 +125,10 @@ def memory(effort: Effort, python: Path | None) -> None:
 
 
 def buffers(effort: Effort) -> None:
-    """Measure gets through shared memory into buffers at any offset in a cache line; numpy's buffers begin at
-    offset 16."""
+    """Measure gets through shared memory into buffers at different offsets in a cache line.
+
+    Buffers of numpy begin at offset 16.
+    """
     rows = []
     with contextlib.ExitStack() as stack:
         sides = {
@@ -144,7 +148,7 @@ def buffers(effort: Effort) -> None:
 
 
 def tcp(effort: Effort, python: Path | None) -> None:
-    """Measure put and get over TCP on loopback, from a second process."""
+    """Measure put and get over TCP on loopback from a second process."""
     with contextlib.ExitStack() as stack:
         store, stream = (
             stack.enter_context(contextlib.closing(store)) for store in (OurStore("tcp"), RawStream("tcp"))
@@ -161,7 +165,7 @@ def tcp(effort: Effort, python: Path | None) -> None:
 
 
 def _put_and_get(title: str, effort: Effort, sides: Mapping[str, Side], *, has_leases: bool) -> None:
-    """Print one row for each operation, size and depth. The last side is the limit."""
+    """Measure all sides, and print one row for each operation, size and depth. The last side is the limit."""
     limit = list(sides)[-1]
     layers = ", ".join(str(layout.num_layers) for layout in LAYOUTS.values())
     rows = []
@@ -196,7 +200,7 @@ def _put_and_get(title: str, effort: Effort, sides: Mapping[str, Side], *, has_l
 
 
 def ssd(effort: Effort, directory: Path) -> None:
-    """Measure the slots of a slab file beside fio."""
+    """Measure reads and writes of a slab file's slots, and those of fio."""
     rows = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="benchmark-") as folder:
         fio = FioFile(Path(folder), effort.disk_bytes) if has_fio() else None
@@ -226,8 +230,10 @@ def ssd(effort: Effort, directory: Path) -> None:
 def _disk_cells(
     effort: Effort, slab: Disk, engines: Mapping[str, FioEngine], block_bytes: int, op: DiskOp, depth: int
 ) -> list[str]:
-    """Return cells: our figure, the fastest engine's with each kind of memory, and ours divided by the
-    fastest of all."""
+    """Return the cells of a row: our figure, fio's, and our figure as a share of the best of fio's.
+
+    fio has a cell for each kind of memory, with its fastest engine.
+    """
     sides: dict[str, Disk] = {OURS: slab, **engines}
     figures = in_rounds(
         sides, lambda side: side.sample(op, depth, effort.disk_budget_s), effort.num_disk_rounds
@@ -245,7 +251,7 @@ def _disk_cells(
 
 
 def index_bytes(effort: Effort, python: Path | None) -> None:
-    """Measure the memory of the index for each block."""
+    """Measure the bytes of memory that the index takes for each block."""
     rows = []
     for num_blocks in effort.num_index_blocks:
         progress(f"bytes: {num_blocks:,} blocks")
@@ -287,7 +293,7 @@ SECTIONS = ("metadata", "memory", "buffers", "tcp", "ssd", "bytes")
 
 
 def main() -> None:
-    """Print the tables that were asked for."""
+    """Print the tables of the sections that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kvstore", description=__doc__.splitlines()[0])
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="fewer and shorter rounds")

@@ -1,8 +1,8 @@
 """The protocol of a peer's driver: calls as JSON lines on stdin, answers on stdout.
 
-Needs only the standard library: a peer's driver runs it in another virtual environment.
+The module needs only the standard library, as a peer's driver runs it in another virtual environment.
 
-Owns: the driver's end of the lines. Does not know: what is called.
+Owns: the driver's end of the protocol. Does not know: which methods are called.
 """
 
 import json
@@ -13,15 +13,17 @@ from typing import TextIO
 
 
 def take_stdout() -> TextIO:
-    """Reserve stdout for answers: all other output, also of libraries, goes to stderr from now on."""
+    """Reserve stdout for answers. All other output, also that of libraries, goes to stderr from now on."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def answer_commands(answers: TextIO, greeting: object, owner: Callable[[str], object]) -> None:
-    """Answer commands until stdin ends. `owner` maps a command's name to the object whose method of that name
-    is called."""
+    """Answer commands until stdin ends. A command is a method's name and its arguments.
+
+    `owner` returns the object that has the method of this name.
+    """
     print(json.dumps(greeting), file=answers, flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)

@@ -1,4 +1,4 @@
-"""Random writes and reads of one preallocated, once written file: our slab, and fio as the limit.
+"""Random writes and reads of one preallocated file that was written once: our slab, and fio as the limit.
 
 Owns: both measurements. Does not know: the pool above the slab.
 """
@@ -34,14 +34,14 @@ FIO_PAGES: tuple[Pages, ...] = ("4 KiB", "huge")
 
 
 class Disk(Protocol):
-    """One way to write and read blocks of one size."""
+    """A way to write and read blocks of one size."""
 
     def sample(self, op: DiskOp, depth: int, budget_s: float) -> Sample:
-        """Measure with `depth` requests in flight; items are blocks."""
+        """Measure with `depth` requests in flight. The items of the sample are blocks."""
 
 
 class SlabFile:
-    """One slab with slots of one size, used by `depth` threads."""
+    """One slab with slots of one size. `depth` threads use it at the same time."""
 
     def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
         self._slab = Slab.open(directory, "benchmark", size_bytes, FINGERPRINT, LAYOUTS[block_bytes])
@@ -80,7 +80,7 @@ class SlabFile:
 
 
 class FioFile:
-    """A file for fio, preallocated and then written once."""
+    """A file for fio, first preallocated and then written once."""
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -91,7 +91,7 @@ class FioFile:
         self._engines = [name for name in FIO_ENGINES if self._works(name)]
 
     def engines(self, block_bytes: int) -> dict[str, "FioEngine"]:
-        """Return the engines that this machine has, each with both kinds of memory."""
+        """Return the engines that work on this machine, each with both kinds of memory."""
         return {
             f"{name}, {pages} pages": FioEngine(self, name, pages, block_bytes)
             for name in self._engines
@@ -99,7 +99,7 @@ class FioFile:
         }
 
     def run(self, *options: str, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Return fio's report of one job. `environment`: added to this process's own."""
+        """Run one job, and return fio's report. `environment` is added to this process's own."""
         command = ["fio", "--name=limit", f"--filename={self._path}", f"--size={self._size_bytes}"]
         command += ["--direct=1", "--fallocate=none", "--output-format=json", *options]
         variables = {**os.environ, **environment}
@@ -116,9 +116,10 @@ class FioFile:
 
 
 class FioEngine:
-    """An engine of fio, one way to do IO. psync has as many threads as requests in flight, other engines one.
+    """An engine of fio, with one kind of memory.
 
-    Its memory is of 4 KiB pages or of huge ones, which a disk may take much faster: fewer pieces a request.
+    psync has one thread for each request in flight, other engines have one thread. The memory has 4 KiB pages
+    or huge pages. A disk may be much faster with huge pages, as a request has fewer pieces.
     """
 
     def __init__(self, file: FioFile, name: str, pages: Pages, block_bytes: int) -> None:
@@ -128,7 +129,7 @@ class FioEngine:
         self._block_bytes = block_bytes
 
     def sample(self, op: DiskOp, depth: int, budget_s: float) -> Sample:
-        """Measure with `depth` requests in flight; items are blocks."""
+        """Measure with `depth` requests in flight. The items of the sample are blocks."""
         is_sync, is_huge = self.name == "psync", self.pages == "huge"
         job = self._file.run(
             f"--rw=rand{op}",
@@ -154,7 +155,7 @@ def has_fio() -> bool:
 
 
 def _settled_memory(num_bytes: int) -> memoryview:
-    """Return shared memory like that of a settled segment, filled with bytes that do not compress."""
+    """Return shared memory like that of a settled segment, filled with incompressible bytes."""
     num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     descriptor = create_segment("benchmark", num_bytes)
     memory = MappedFile(descriptor, num_bytes)

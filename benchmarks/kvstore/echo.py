@@ -1,6 +1,6 @@
-"""The other process of a raw socket limit, which answers until the socket ends.
+"""The other process of the raw socket limits. It answers until the socket ends.
 
-    python -m benchmarks.kvstore.echo (blocks | keys | messages | polled-messages) FD NUM_BLOCKS BLOCK_BYTES
+  python -m benchmarks.kvstore.echo (blocks | keys | messages | polled-messages) FD NUM_BLOCKS BLOCK_BYTES
 
 Owns: the wire format of the raw limits. Does not know: the measurements.
 """
@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 REQUEST = struct.Struct("<cII")
-"""Request: b"p" (put), b"s" (put, not acknowledged) or b"g" (get), first block, number of blocks.
+"""The request's format: its kind, the first block, the number of blocks.
 
-A put's bytes follow, a get's are the answer.
+The kind is b"p" (put), b"s" (put without acknowledgement) or b"g" (get). The bytes of a put follow the
+request. The bytes of a get are the answer.
 """
 DONE = b"."
 KEY_BYTES = 16
@@ -23,7 +24,7 @@ MAX_MESSAGE_BYTES = 1 << 16
 
 
 def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
-    """Send all buffers, in one system call where the socket takes them."""
+    """Send all buffers. One system call suffices if the socket takes them at once."""
     num_sent = sock.sendmsg(buffers)
     for buffer in buffers:
         if num_sent < len(buffer):
@@ -32,7 +33,7 @@ def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None
 
 
 def receive(sock: socket.socket, view: memoryview) -> bool:
-    """Receive into all of `view`. Returns False at the end of the stream."""
+    """Receive bytes until `view` is full. Returns False at the end of the stream."""
     return sock.recv_into(view, 0, socket.MSG_WAITALL) == len(view)
 
 
@@ -50,13 +51,13 @@ def serve_blocks(sock: socket.socket, num_blocks: int, block_bytes: int) -> None
 
 
 def serve_keys(sock: socket.socket) -> None:
-    """Answer each message with one byte for each key in it."""
+    """Answer each message with one byte for each key in the message."""
     while message := sock.recv(MAX_MESSAGE_BYTES):
         sock.send(bytes(len(message) // KEY_BYTES))
 
 
 def poll(sock: socket.socket, view: memoryview) -> bool:
-    """Receive into all of `view` by polling. Returns False at the end of the stream."""
+    """Receive bytes by polling until `view` is full. Returns False at the end of the stream."""
     num_received = 0
     while num_received < len(view):
         with contextlib.suppress(BlockingIOError):

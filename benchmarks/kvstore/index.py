@@ -1,6 +1,6 @@
-"""The pool's index alone, without a process around it.
+"""The pool's index alone, in this process.
 
-    python -m benchmarks.kvstore.index NUM_BLOCKS       (memory and time per block, one JSON line)
+  python -m benchmarks.kvstore.index NUM_BLOCKS       (memory and time per block, one JSON line)
 
 Owns: how the index is filled and asked. Does not know: bytes of blocks, sockets.
 """
@@ -22,7 +22,7 @@ _BATCH = 1000
 
 
 class Index:
-    """A pool of `num_blocks` pages, all of them sealed one batch after the other."""
+    """A pool of `num_blocks` pages. Its blocks are sealed one batch after the other."""
 
     def __init__(self, num_blocks: int) -> None:
         self._pool = Pool(PageTable.in_memory(num_blocks, _NUM_LAYERS))
@@ -39,7 +39,7 @@ class Index:
 
 
 class IndexKeys:
-    """The index as a store that only tells whether a block is there."""
+    """The index as a store that can only tell whether a block is there."""
 
     def __init__(self, num_blocks: int) -> None:
         self._keys = [os.urandom(KEY_BYTES) for _ in range(num_blocks)]
@@ -57,8 +57,11 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 def measure(num_blocks: int) -> dict[str, float]:
-    """Return the bytes per block in the process and in the segment (the page table), and the blocks sealed a
-    second."""
+    """Measure the index with this number of blocks.
+
+    Returns the bytes per block in the process and in the segment (the page table), and the blocks sealed a
+    second.
+    """
     before_bytes = resident_bytes()
     index = Index(num_blocks)
     elapsed_s = 0.0

@@ -24,7 +24,7 @@ _SOCKET_BUFFER_BYTES = 256 << 10  # stays in the cache: faster over loopback tha
 
 
 class Memcpy:
-    """Copies between the caller's memory and a populated memfd, in one thread."""
+    """Copies between the caller's memory and a memfd whose pages exist, in one thread."""
 
     def __init__(self) -> None:
         fd = os.memfd_create("memcpy")
@@ -49,7 +49,7 @@ class Memcpy:
 
 
 class RawStream:
-    """One connection to a process on this host that holds the blocks and acknowledges each put."""
+    """One connection to a process on this host. The process holds the blocks and acknowledges each put."""
 
     def __init__(self, family: Literal["tcp", "unix"]) -> None:
         self._connect = tcp_pair if family == "tcp" else socket.socketpair
@@ -88,7 +88,7 @@ class RawStream:
 
 
 class SeqpacketKeys:
-    """Sends keys through a SOCK_SEQPACKET socket; the answer has one byte per key."""
+    """Keys sent through a SOCK_SEQPACKET socket. The answer has one byte per key."""
 
     def __init__(self) -> None:
         self._sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -105,7 +105,7 @@ class SeqpacketKeys:
 
 
 class DictKeys:
-    """A dictionary with as many keys as the stores have."""
+    """A dictionary with the same number of keys as the stores."""
 
     def __init__(self, num_keys: int) -> None:
         self._keys = [random.randbytes(KEY_BYTES) for _ in range(num_keys)]
@@ -118,8 +118,10 @@ class DictKeys:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a connection over loopback, unpaced as the messenger's connections within a
-    host."""
+    """Return both ends of a connection over loopback.
+
+    It is unpaced, like the messenger's connections within a host.
+    """
     sock = socket.socket()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for end in (listener, sock):  # before they are connected: see messenger.transport.pacing
@@ -132,7 +134,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def serve(kind: str, sock: socket.socket, num_blocks: int, block_bytes: int) -> subprocess.Popen[bytes]:
-    """Start the other process, which then owns `sock`."""
+    """Start the other process. It then owns `sock`."""
     fd = sock.detach()
     command = [
         sys.executable,

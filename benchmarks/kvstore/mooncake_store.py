@@ -1,6 +1,8 @@
-"""The peer: Mooncake Store in a virtual environment of its own, its master, and its clients as sides.
+"""The peer of the pool's benchmark: Mooncake Store in a virtual environment of its own.
 
-Owns: installing, settings, processes. Does not know: what is compared.
+Its clients are sides of the comparison.
+
+Owns: installing, settings, processes of master and clients. Does not know: the comparison.
 """
 
 import contextlib
@@ -23,11 +25,11 @@ from benchmarks.servers import heeding_sigterm
 PACKAGE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mooncake-serve"
 SEGMENT_BYTES = 4 * WORKING_SET_BYTES
-"""Size of its segment, in which it never evicts."""
+"""The bytes of the peer's segment. In a segment of this size it never evicts."""
 _START_DEADLINE_S = 60.0
 _DRIVER = Path(__file__).with_name("mooncake_store_driver.py")
-# Measured to be its fastest here: no statistics, no line of log for each batch; copies for what is in the
-# same process, where it is allowed; one connection pool and large slices over TCP.
+# The fastest settings that were measured here: no statistics, no log line for each batch; plain copies within
+# one process, where they are allowed; one connection pool and large slices over TCP.
 _ENVIRONMENT = {
     "MC_STORE_CLIENT_METRIC": "0",
     "MC_LOG_LEVEL": "ERROR",
@@ -41,11 +43,11 @@ SECOND_PROCESS = {"MC_STORE_MEMCPY": "0"}
 
 
 class PeerError(Exception):
-    """The peer could not be installed or started, or has ended."""
+    """The error of a peer that could not be installed or started, or has ended."""
 
 
 def install() -> Path:
-    """Return the Python of the peer's virtual environment, which is made once. Raises PeerError."""
+    """Return the Python of the peer's virtual environment, which is made on first use. Raises PeerError."""
     home = CACHE / "peer"
     python, marker = home / "bin" / "python", home / "installed"
     requirements = [PACKAGE, f"numpy=={np.__version__}"]
@@ -92,8 +94,10 @@ class Master:
 
 
 class Driver:
-    """A driver of the peer, a process of its own. As a `Side`, its `time` and `open` run the workload in that
-    process."""
+    """A driver of the peer, in a process of its own.
+
+    As a `Side` its methods `time` and `open` run the workload in that process.
+    """
 
     def __init__(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
         self._log_fd = os.memfd_create("peer-log")
@@ -119,7 +123,7 @@ class Driver:
         return times_s
 
     def call(self, *command: object) -> Any:
-        """Return the driver's answer to a command. Raises PeerError if the driver ends instead."""
+        """Return the driver's answer to a command. Raises PeerError if the driver ends without an answer."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(command), file=self._process.stdin, flush=True)

@@ -1,10 +1,11 @@
-"""Drives one client of the peer, Mooncake Store, run by the Python of the peer's own virtual environment.
+"""The driver of one client of the peer, Mooncake Store. The Python of the peer's environment runs it.
 
     python mooncake_store_driver.py MASTER_ADDRESS SEGMENT_BYTES    (JSON lines: commands in, answers out)
 
-Ours has packages of the same names, so nothing of it may be imported here but modules beside this one.
+This repository has packages of the same names as the peer. So only modules of this folder may be imported
+here.
 
-Owns: the use of the peer's client. Does not know: who compares it with what.
+Owns: the use of the peer's client. Does not know: the comparison.
 """
 
 import functools
@@ -22,8 +23,10 @@ _FORCE = True  # also what was read a moment ago
 
 
 class MooncakeStore:
-    """The peer as a store: registered memory, put_from and get_into, their batch forms for more than one
-    block."""
+    """The peer as a store, with registered memory.
+
+    One block uses `put_from` and `get_into`; several blocks use their batch forms.
+    """
 
     def __init__(self, master: str, segment_bytes: int) -> None:
         self._client = MooncakeDistributedStore()
@@ -73,7 +76,7 @@ class MooncakeStore:
         _expect([1] * len(indices), codes)
 
     def put_many(self, num_keys: int) -> float:
-        """Put that many objects of one byte, in batches. Returns seconds."""
+        """Put `num_keys` objects of one byte in batches, and return the seconds."""
         source, batch, elapsed_s = self._sources[0], 1000, 0.0
         for start in range(0, num_keys, batch):
             keys = [f"many-{i:027x}" for i in range(start, min(start + batch, num_keys))]

@@ -1,7 +1,6 @@
-"""Our pool: one messenger process and its client as a store of the workload.
+"""Our pool as a store of the workload: one messenger process and its client.
 
-Owns: how a messenger is started for a benchmark, and how the client is used. Does not know: what it is
-compared with.
+Owns: how a messenger is started for a benchmark, and how the client is used. Does not know: the comparison.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from mooncake.security.keys import ClusterKey
 FINGERPRINT = "f" * 32
 TIMEOUT_S = 30.0
 SEGMENT_BYTES = WORKING_SET_BYTES + WORKING_SET_BYTES // 2
-"""Size of our segment, in which it never evicts."""
+"""The bytes of our segment. In a segment of this size the pool never evicts."""
 
 _SMALLEST = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16")
 LAYOUTS = {
@@ -45,11 +44,11 @@ LAYOUTS = {
         )
     },
 }
-"""Layouts by the bytes of a block."""
+"""The layouts of blocks, by the bytes of a block."""
 
 
 class Messenger:
-    """One messenger process with a pool in memory, and the addresses for its clients."""
+    """One messenger process with a pool in memory, and the addresses at which clients reach it."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -87,7 +86,10 @@ class Messenger:
 
 
 class OurStore:
-    """Our pool as a store. `transport`: unix is shared memory, tcp what a client on another machine uses."""
+    """Our pool as a store.
+
+    `transport`: "unix" uses shared memory; "tcp" is for a client on another machine.
+    """
 
     def __init__(self, transport: Literal["unix", "tcp"]) -> None:
         self._transport = transport
@@ -125,7 +127,7 @@ class OurStore:
 
 
 def _connect(address: str, layout: KVLayout, key_file: Path) -> KVCachePool:
-    """Connect to the messenger, as soon as it listens."""
+    """Connect to the messenger as soon as it listens."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         try:

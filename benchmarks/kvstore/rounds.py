@@ -1,5 +1,6 @@
-"""Figures of several sides and their tables. Sides are measured in turn, so that a busy machine is unfair to
-none.
+"""The figures of several sides, and their tables.
+
+Sides are measured in turn, so that other load on the machine is unfair to none of them.
 
 Owns: rounds, medians, markdown. Does not know: what is measured.
 """
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """Figures of one round, or the medians of several."""
+    """The figures of one round, or the medians of several rounds."""
 
     items_per_s: float
     p50_s: float
@@ -33,10 +34,10 @@ class Sample(NamedTuple):
 
 
 class Timed(Protocol):
-    """The interface of a side whose calls can be timed, in this process or in another one."""
+    """The interface of a side whose calls can be timed, in this process or in another process."""
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Return the seconds of each call of `depth` blocks."""
+        """Return the seconds of each call. A call has `depth` blocks."""
 
 
 class Side(Timed, Protocol):
@@ -49,7 +50,7 @@ class Side(Timed, Protocol):
 def each_round(
     sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int
 ) -> dict[str, list[Sample]]:
-    """Return samples by side, round after round. Each round starts with another side."""
+    """Return each side's samples of all rounds. Each round starts with another side."""
     samples: dict[str, list[Sample]] = {name: [] for name in sides}
     names = list(sides)
     for index in range(num_rounds):
@@ -60,28 +61,30 @@ def each_round(
 
 
 def medians(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Sample]:
-    """Return the medians of the rounds of each side."""
+    """Return for each side the medians over its rounds."""
     return {
         name: Sample(*map(statistics.median, zip(*rounds, strict=True))) for name, rounds in samples.items()
     }
 
 
 def share(samples: Mapping[str, Sequence[Sample]], name: str, other: str) -> float:
-    """Return one side's throughput as a multiple of another's in the same round, as the median over rounds: a
-    slow machine slows both."""
+    """Return one side's throughput as a multiple of another side's: the median over rounds.
+
+    The two are compared within a round, as a slow machine slows both.
+    """
     pairs = zip(samples[name], samples[other], strict=True)
     return statistics.median([one.items_per_s / two.items_per_s for one, two in pairs])
 
 
 def in_rounds(sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int) -> dict[str, Sample]:
-    """Return the medians of each side's samples."""
+    """Measure all sides in rounds, and return the medians of each side's samples."""
     return medians(each_round(sides, measure, num_rounds))
 
 
 def time_sides(
     sides: Mapping[str, Timed], op: Op, depth: int, budget_s: float, num_rounds: int
 ) -> dict[str, Sample]:
-    """Measure the same operation on every side. Items are blocks."""
+    """Measure the same operation on every side. The items of the samples are blocks."""
     return in_rounds(sides, lambda side: Sample.of(side.time(op, depth, budget_s), depth), num_rounds)
 
 
@@ -97,15 +100,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def progress(text: str) -> None:
-    """Print a line to stderr."""
+    """Print a line about the progress to stderr."""
     print(f"[benchmark] {text}", file=sys.stderr, flush=True)
 
 
 def size_name(size_bytes: int) -> str:
-    """Return a size's name, as in 64 KiB."""
+    """Return a size as text, such as 64 KiB."""
     return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
 
 
 def gib_and_us(sample: Sample, block_bytes: int) -> str:
-    """Return the throughput, and the median time of one call, as text."""
+    """Return the throughput and the median time of one call, as text."""
     return f"{sample.items_per_s * block_bytes / GIB:.2f} GiB/s, {1e6 * sample.p50_s:.0f} us"

@@ -1,8 +1,8 @@
 """The workload that every store gets: blocks of one size, visited in turn, timed call by call.
 
-Needs only numpy: the peer's driver runs it in another virtual environment.
+The module needs only numpy, as the peer's driver runs it in another virtual environment.
 
-Owns: the blocks and the clock. Does not know: which store it measures.
+Owns: the blocks and the clock. Does not know: which store is measured.
 """
 
 import time
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 WORKING_SET_BYTES = 128 << 20
-"""Bytes of the sources, of the destinations, and of a store: each is several times an L3 cache."""
+"""The bytes of all sources, of all destinations, and of a store: several times an L3 cache."""
 LINE_BYTES = 64
-"""Bytes of a line of a cache."""
+"""The bytes of a cache line."""
 _FILL_BYTES = 2 << 20  # in one call; a system call takes up to 1024 pieces
 
 Op = Literal["put", "get", "exists", "lease"]
@@ -23,11 +23,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Store(Protocol):
-    """The interface of a measured store. Blocks are named by their index. Every call raises unless all of its
-    work is done."""
+    """The interface of a measured store. Blocks are named by their index.
+
+    Every call raises an error if it could not do all of its work.
+    """
 
     def open(self, sources: Bytes, destinations: Bytes) -> None:
-        """Become an empty store for blocks of this size. Both arrays are `(num_blocks, block_bytes)`."""
+        """Become an empty store for blocks of one size. Both arrays are `(num_blocks, block_bytes)`."""
 
     def remove(self, indices: Sequence[int]) -> None: ...
 
@@ -37,7 +39,7 @@ class Store(Protocol):
 
 
 class Ring:
-    """Blocks in turn."""
+    """The blocks, visited in turn."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -50,10 +52,10 @@ class Ring:
         budget_s: float,
         before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> list[float]:
-        """Return the seconds of each call of `depth` blocks: as many calls as begin within the budget, at
-        least one.
+        """Return the seconds of each call. Calls begin until the budget is used up; at least one is made.
 
-        `before` is called before each of them and is not timed, but does use up the budget.
+        A call has `depth` blocks. `before` is called before each call. Its time is not part of the call's
+        time, but of the budget.
         """
         times_s: list[float] = []
         for indices in self.turns(depth, budget_s, times_s, before):
@@ -67,7 +69,7 @@ class Ring:
         times_s: list[float],
         before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> Iterator[list[int]]:
-        """Time calls that are awaited, as `time` does: each lasts until the next one is asked for."""
+        """Time calls that are awaited, like `time`. A call lasts from its yield to the next one's request."""
         deadline_s = time.perf_counter() + budget_s
         while not times_s or time.perf_counter() < deadline_s:
             indices = [(self._next + i) % self.num_blocks for i in range(depth)]
@@ -79,33 +81,34 @@ class Ring:
 
 
 class KeyStore(Protocol):
-    """The interface of a store that only answers whether a block is there."""
+    """The interface of a store that can only tell whether a block is there."""
 
     def exists(self, indices: Sequence[int]) -> None: ...
 
 
 class Lookups:
-    """A key store under work."""
+    """A key store with its timed look-ups."""
 
     def __init__(self, store: KeyStore, num_blocks: int) -> None:
         self._store = store
         self._ring = Ring(num_blocks)
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Return the seconds of each call, as `Ring.time` does. `op` is "exists"."""
+        """Return the seconds of each call, like `Ring.time`. `op` must be "exists"."""
         assert op == "exists"
         return self._ring.time(self._store.exists, depth, budget_s)
 
 
 class Memory:
-    """The caller's blocks. A benchmark's stores share one, a peer's driver has its own."""
+    """The caller's blocks. All stores of a benchmark share one memory; a peer's driver has its own."""
 
     SIZE_BYTES = 2 * WORKING_SET_BYTES
 
     def __init__(self, buffer: Bytes | None = None, offset: int | None = None) -> None:
-        """Place blocks in `buffer` of SIZE_BYTES, the sources first, or in new memory.
+        """Place the blocks in `buffer` of SIZE_BYTES, sources first, or in new memory.
 
-        There destinations begin `offset` bytes behind the start of a cache's line (default: as it comes).
+        In new memory the destinations begin `offset` bytes behind the start of a cache line; None for any
+        offset.
         """
         if buffer is None:
             buffer = np.empty(self.SIZE_BYTES + 2 * LINE_BYTES, np.uint8)
@@ -117,14 +120,14 @@ class Memory:
 
 
 class Workload:
-    """One store under work. `open` first."""
+    """One store with its timed calls. `open` must be called first."""
 
     def __init__(self, store: Store, memory: Memory) -> None:
         self._store = store
         self._memory = memory
 
     def open(self, block_bytes: int) -> None:
-        """Put and get every block of this size once, and compare them."""
+        """Put and get every block of this size once, and check that the bytes are equal."""
         sources, destinations = self._memory.sources, self._memory.destinations
         self._store.open(sources.reshape(-1, block_bytes), destinations.reshape(-1, block_bytes))
         self._ring = Ring(len(sources) // block_bytes)
@@ -137,7 +140,7 @@ class Workload:
             raise RuntimeError(f"blocks of {block_bytes} bytes came back changed")
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Return the seconds of each call, as `Ring.time` does."""
+        """Return the seconds of each call, like `Ring.time`."""
         call = getattr(self._store, op)
         if op == "put":
             return self._ring.time(call, depth, budget_s, self._store.remove)

@@ -1,6 +1,8 @@
-"""One markdown table per section: our transfers, the peer's, and the limits of the machine, measured in turn.
+"""The messenger's benchmarks: one markdown table per section, with our transfers, the peer's, and limits.
 
-    python -m benchmarks.transfer [--quick] [--only SECTION] [--kib SIZE...] [--without-peer]
+  python -m benchmarks.messenger [--quick] [--only SECTION] [--kib SIZE...] [--without-peer]
+
+The limits are those of the machine. The sides are measured in turn.
 
 Owns: the sections, their tables and bars. Does not know: how anything is measured.
 """
@@ -40,25 +42,25 @@ NUM_CONCURRENT = 64
 PEER = "Transfer Engine"
 RAW, STREAMING, MEMCPY = "raw TCP", "raw TCP, streaming", "memcpy"
 LARGE_BYTES = 1 << 20
-"""Least size of the blocks whose shares of raw TCP, of memcpy and of the peer have bars."""
+"""The block size in bytes from which on shares of raw TCP, of memcpy and of the peer have bars."""
 SHARES = "Throughputs are medians over rounds, their shares medians of the shares within each round."
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
+    """The extent of the measurements."""
 
     num_rounds: int
-    """Rounds of all sides, compared round by round: short ones, as the machine's speed changes."""
+    """The number of rounds in which sides are compared. Rounds are short, as the machine's speed varies."""
     budget_s: float
-    """Seconds of one measurement of one side in one round."""
+    """The seconds that one side is measured in one round."""
     num_long_rounds: int
     long_budget_s: float
-    """Seconds of a measurement that takes long to become steady."""
+    """The seconds of a measurement that takes long to become steady."""
     num_round_trips: int
 
     @property
     def num_pairs(self) -> int:
-        """Rounds of two measurements in the time of all long ones."""
+        """The number of rounds of two short measurements that take the time of all long ones."""
         return round(self.num_long_rounds * self.long_budget_s / self.budget_s)
 
 
@@ -67,8 +69,10 @@ NORMAL = Effort(20, 0.05, 5, 1.0, 20_000)
 
 
 class TransferSide(Side, Protocol):
-    """The interface of a side that transfers between two processes: `Transfers`, in this process or in a
-    driver."""
+    """The interface of a side that transfers between two processes.
+
+    It is `Transfers`, in this process or in a driver.
+    """
 
     def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]: ...
 
@@ -76,13 +80,13 @@ class TransferSide(Side, Protocol):
 
 
 class Bar(NamedTuple):
-    """A bar that a figure has to reach."""
+    """A bar, with the figure that has to reach it."""
 
     name: str
     value: float
     bar: float
     is_least: bool = True
-    """Whether `bar` is the least allowed; else it is the most."""
+    """Whether `bar` is the least value that is allowed; otherwise it is the largest."""
     unit: str = ""
 
     def __str__(self) -> str:
@@ -93,7 +97,7 @@ class Bar(NamedTuple):
 
 
 def ours_name(transport: str) -> str:
-    """Return the name of a column or row."""
+    """Return our name in columns and rows, for one transport."""
     return f"ours, {transport}"
 
 
@@ -111,7 +115,7 @@ def engines(python: Path | None) -> Iterator[dict[str, TransferSide]]:
 
 
 def transfers(effort: Effort, python: Path | None, sizes: Sequence[int] = SIZES) -> None:
-    """Measure every side and depth with blocks of these sizes."""
+    """Measure every side and depth with blocks of these sizes, and print the table."""
     with contextlib.ExitStack() as stack:
         raw, unix, two = (
             stack.enter_context(contextlib.closing(limit))
@@ -154,14 +158,14 @@ def transfers(effort: Effort, python: Path | None, sizes: Sequence[int] = SIZES)
 
 
 def _time_sides(effort: Effort, sides: Mapping[str, Side], op: Op, depth: int) -> dict[str, list[Sample]]:
-    """Return the samples of one row. Items are blocks."""
+    """Return the samples of one row. The items of the samples are blocks."""
     return each_round(
         sides, lambda side: Sample.of(side.time(op, depth, effort.budget_s), depth), effort.num_rounds
     )
 
 
 def transfer_bars(samples: Mapping[str, Sequence[Sample]], block_bytes: int, depth: int) -> Iterator[Bar]:
-    """Return the bars of one row."""
+    """Return the bars of one row. Some sizes and depths have none."""
     tcp, shm = ours_name("tcp"), ours_name("shm")
     figures = medians(samples)
     if block_bytes >= LARGE_BYTES:
@@ -176,7 +180,7 @@ def transfer_bars(samples: Mapping[str, Sequence[Sample]], block_bytes: int, dep
 
 
 def round_trips(effort: Effort) -> None:
-    """Measure the least time that an answered request can take."""
+    """Measure the least time that an answered request can take, and print the table."""
     rows = []
     for name, is_polling in (("both ends sleep", False), ("both ends poll", True)):
         sample = time_round_trips(is_polling=is_polling, num_rounds=effort.num_round_trips)
@@ -185,7 +189,7 @@ def round_trips(effort: Effort) -> None:
 
 
 def concurrent(effort: Effort, python: Path | None) -> None:
-    """Measure many transfers at a time, and one of as many bytes."""
+    """Measure many concurrent transfers, and one transfer of the same number of bytes."""
     with engines(python) as sides:
         rows = [_concurrent_row(effort, name, sides[name], op) for name in sides for op in OPS]
     size = size_name(CONCURRENT_BYTES // NUM_CONCURRENT)
@@ -205,7 +209,7 @@ def _concurrent_row(effort: Effort, name: str, side: TransferSide, op: Op) -> li
 
 
 def latency(effort: Effort, python: Path | None) -> None:
-    """Measure a transfer that a request waits for, alone and beside a stream that fills the path."""
+    """Measure a latency transfer alone, and beside a bulk stream that fills the path."""
     with engines(python) as sides:
         rows = [_latency_row(effort, name, sides[name], op) for name in sides for op in OPS]
     print_table(
@@ -231,7 +235,7 @@ def _latency_row(effort: Effort, name: str, side: TransferSide, op: Op) -> list[
 
 
 def _verdict(name: str, bar: Bar) -> str:
-    """Return the text of a figure: beside its bar for ours, alone for the peer's."""
+    """Return the text of a figure. Our figures are shown with their bars, the peer's without."""
     return f"{bar.name} {bar.value:.2f}" if name == PEER else str(bar)
 
 
@@ -243,7 +247,7 @@ SECTIONS = ("transfers", "round-trips", "concurrent", "latency")
 
 
 def main() -> None:
-    """Print the tables that were asked for."""
+    """Print the tables of the sections that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.messenger", description=__doc__.splitlines()[0]
     )

@@ -1,4 +1,4 @@
-"""The limits of sockets beyond one request at a time.
+"""The limits of sockets when more than one request is in flight.
 
 Owns: streams without acknowledgement, two streams at once, round trips. Does not know: any engine.
 """
@@ -18,7 +18,7 @@ _STREAMED_BYTES = 32 << 20
 
 
 class Streaming(RawStream):
-    """One TCP stream with a request for each block, and one acknowledgement after very many of them."""
+    """One TCP stream with a request for each block, and one acknowledgement after a great many blocks."""
 
     def __init__(self) -> None:
         super().__init__("tcp")
@@ -39,8 +39,10 @@ class Streaming(RawStream):
 
 
 class StreamingBlocks:
-    """The same stream as a side of the workload. Each call lasts as long as the stream needs, so only its
-    rate has a meaning."""
+    """The stream `Streaming` as a side of the workload.
+
+    A call lasts as long as the stream needs for many blocks. So only its rate has a meaning.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -56,7 +58,7 @@ class StreamingBlocks:
                 self._ring.time(getattr(self._stream, op), self._num_blocks, 0)
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Return the seconds for `depth` blocks within each long call."""
+        """Return the seconds for `depth` blocks, as a share of each long call."""
         times_s = self._ring.time(getattr(self._stream, op), self._num_blocks, budget_s)
         return [elapsed_s * depth / self._num_blocks for elapsed_s in times_s]
 
@@ -65,7 +67,7 @@ class StreamingBlocks:
 
 
 class TwoStreams:
-    """Half of every block on each of two TCP streams, each with a thread here and a process there."""
+    """Two TCP streams, each with half of every block, a thread here and a process at the other end."""
 
     def __init__(self) -> None:
         self._streams = (RawStream("tcp"), RawStream("tcp"))
@@ -96,7 +98,7 @@ class TwoStreams:
 
 
 def time_round_trips(*, is_polling: bool, num_rounds: int) -> Sample:
-    """Time round trips of MESSAGE_BYTES over TCP, with ends that sleep until something comes, or poll."""
+    """Time round trips of MESSAGE_BYTES over TCP. Both ends either poll, or sleep until a message comes."""
     sock, other = tcp_pair()
     process = serve("polled-messages" if is_polling else "messages", other, 0, MESSAGE_BYTES)
     message, wait = memoryview(bytearray(MESSAGE_BYTES)), poll if is_polling else receive

@@ -1,6 +1,6 @@
-"""Our transfer engines, by transport.
+"""Our transfer engines, one for each transport.
 
-Owns: how our messengers are started for a benchmark. Does not know: what they are compared with.
+Owns: how our messengers are started for a benchmark. Does not know: the comparison.
 """
 
 import asyncio
@@ -46,27 +46,27 @@ from mooncake.security.keys import ClusterKey
 T = TypeVar("T")
 Transport = Literal["tcp", "shm"]
 Start = Callable[[], AbstractContextManager[Engine]]
-"""Starter of an engine: both processes are up and connected inside its context."""
+"""A function that starts an engine. Inside its context both processes are up and connected."""
 
 
 _NUM_TURNS = 3
-"""Turns of the event loop until all requests of a transfer have been submitted."""
+"""The number of event loop turns until all requests of a transfer have been submitted."""
 _NUM_FETCHES = 4
-"""Fetches of one call in flight at the same time."""
+"""The number of fetches of one call that are in flight at the same time."""
 
 
 class _Batch:
-    """Blocks that are moved together, like those of a prompt. Each block's arrival is reported separately."""
+    """Blocks that are moved together, like those of a prompt. Each block's arrival is reported by itself."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.task: asyncio.Task[None] | None = None
-        """Task that moves the blocks, if no caller waits for all of them."""
+        """The task that moves the blocks; None if the caller itself waits for all blocks."""
         self.num_missing = num_blocks
         self._missing_bytes = [block_bytes] * num_blocks
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Wake the waiters, which then check again."""
+        """Wake the waiters. They then check their condition again."""
         self._changed.set()
 
     async def changed(self) -> None:
@@ -89,7 +89,7 @@ class _Batch:
                 self.arrived(index, entry.num_layers * slice_bytes)
 
     async def block(self, index: int) -> None:
-        """Wait until a block has arrived. Raises the reason why it cannot."""
+        """Wait until a block has arrived. Raises the error of the task if the block cannot arrive."""
         assert self.task is not None
         while self._missing_bytes[index]:
             if self.task.done():
@@ -98,7 +98,7 @@ class _Batch:
 
 
 class MessengerEngine:
-    """A messenger's sending half in this process, on an event loop that runs while it is measured."""
+    """The sending half of a messenger in this process. Its event loop runs only while it is measured."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class MessengerEngine:
         self._peers = peers
         self._buffer = buffer
         self._checksums: dict[int, bytes] = {}
-        """Checksums of all sources, by size of a slice: a pool has them from whatever stored the block."""
+        """The checksums of all sources, by the size of a slice. A pool stores them with its blocks."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
@@ -228,8 +228,7 @@ class MessengerEngine:
         part_bytes: int,
         urgency: Urgency,
     ) -> None:
-        """Fetch `parts` of blocks: each is the block's number in `pairs`, and the offset of the part in the
-        block."""
+        """Fetch `parts` of blocks. A part is the block's number in `pairs`, and an offset in the block."""
         keys, views, layers = [], [], range(0)
         for index, begin in parts:
             local, remote = pairs[index]
@@ -251,19 +250,19 @@ class MessengerEngine:
 
 @functools.cache
 def _page_bytes(block_bytes: int) -> int:
-    """Return the size of the pages that take blocks of this size."""
+    """Return the size of the pages that hold blocks of this size."""
     return max(size for size in PAGE_BYTES if size <= block_bytes)
 
 
 @functools.cache
 def _parts(block_bytes: int, frame_bytes: int) -> Sequence[tuple[int, int]]:
-    """Return the offset and length of each part of a block that one frame takes."""
+    """Return the offset and length of each part of a block, if one frame takes one part."""
     begins = range(0, block_bytes, frame_bytes)
     return [(begin, min(frame_bytes, block_bytes - begin)) for begin in begins]
 
 
 def _target(begin: int, num_bytes: int, page_bytes: int) -> tuple[int, range]:
-    """Return the page and the layers of these bytes of the remote memory."""
+    """Return the page and the layers that have these bytes of the remote memory."""
     page, skipped_bytes = divmod(begin, page_bytes)
     slice_bytes = slice_bytes_of(page_bytes)
     return page, range(skipped_bytes // slice_bytes, (skipped_bytes + num_bytes) // slice_bytes)

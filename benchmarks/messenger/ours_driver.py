@@ -1,11 +1,11 @@
 """The memory that our messenger writes to and reads from, in a process of its own.
 
-    python -m benchmarks.messenger.ours_driver FOLDER KEY      (says where it listens, ends with its stdin)
+    python -m benchmarks.messenger.ours_driver FOLDER KEY      (prints its addresses, ends with its stdin)
 
-What a pool's page table does is done by the simplest thing that keeps its promises: every page may be
-written at any time, and its block is found with the checksums that came with it.
+A simple class takes the place of a pool's page table and keeps its promises: every page may be written at any
+time, and its block is found with the checksums that came with it.
 
-Owns: that memory. Does not know: what is measured.
+Owns: this memory. Does not know: what is measured.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ from mooncake.security.keys import ClusterKey
 
 INSTANCE = "target"
 GRANT = 1
-"""Grant of all of the memory, for ever."""
+"""The grant of the whole memory, without end."""
 PAGE_BYTES = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
-"""Sizes of pages: a block has the largest that fits, a larger block several pages."""
+"""The sizes of pages. A block is in the largest page that it fills, or in several such pages."""
 _LARGEST_SLICE_BYTES = 256 << 10
 _TABLES_BYTES = 4 * HUGE_PAGE_BYTES
 _SEALED = 2
-"""State of all pages."""
+"""The state of all pages."""
 
 
 def slice_bytes_of(page_bytes: int) -> int:
@@ -54,12 +54,12 @@ def slice_bytes_of(page_bytes: int) -> int:
 
 
 def key(page: int) -> bytes:
-    """Return the key of the block in this page, which never changes."""
+    """Return the key of the block in this page. It never changes."""
     return page.to_bytes(KEY_BYTES, "little")
 
 
 def identity(instance: str, page_bytes: int) -> Identity:
-    """Return the identity of a messenger with pages of that size, whose layers are slices."""
+    """Return the identity of a messenger with pages of this size. A layer is one slice."""
     slice_bytes = slice_bytes_of(page_bytes)
     layout = KVLayout(
         num_layers=page_bytes // slice_bytes,
@@ -73,11 +73,13 @@ def identity(instance: str, page_bytes: int) -> Identity:
 
 
 class Pages:
-    """`WriteTarget` and `ReadSource` over the memory, cut into pages of one size."""
+    """The memory, cut into pages of one size, as a `WriteTarget` and `ReadSource`."""
 
     def __init__(self, segment: memoryview, page_bytes: int, table_offset: int) -> None:
-        """Make pages of `page_bytes` over `segment`. The table of blocks is in `segment[table_offset :
-        self.table_end]`."""
+        """Make pages of `page_bytes` in `segment`.
+
+        The table of blocks is in `segment[table_offset : self.table_end]`.
+        """
         layout = identity(INSTANCE, page_bytes).layout
         self.num_pages = num_pages = WORKING_SET_BYTES // page_bytes
         self._num_layers = layout.num_layers
@@ -98,7 +100,7 @@ class Pages:
         self._slice_bytes = layout.layer_bytes
 
     def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
-        """Open the memory: every peer may write."""
+        """Do nothing, as every peer may write."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview:
         layers = range(entry.layer_begin, entry.layer_end)
@@ -122,7 +124,7 @@ class Pages:
         """Do nothing, as the next write overwrites the page."""
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
-        """Close nothing: no caller waits for it."""
+        """Do nothing, as no caller waits for the end of a writer."""
 
     async def lease(
         self, keys: Sequence[bytes], layers: range, heads: range | None
@@ -149,18 +151,18 @@ class Pages:
         return page * self._page_bytes + layers.start * self._slice_bytes
 
     def _places(self, page: int, layers: range) -> slice:
-        """Return the places of the checksums of a page's layers."""
+        """Return the slice of the checksums of a page's layers."""
         first = page * self._num_layers + layers.start
         return slice(first * CHECKSUM_BYTES, (first + len(layers)) * CHECKSUM_BYTES)
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop like a messenger's with default settings."""
+    """Return an event loop like that of a messenger with default settings."""
     return busy_poll.event_loop(1e-6 * MessengerConfig().poll_us)
 
 
 def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
-    """Return descriptor and mapping of new memory in huge pages, like that of a settled pool's segment."""
+    """Return the descriptor and mapping of new memory in huge pages, like a settled pool's segment."""
     fd = os.memfd_create("benchmark")
     os.posix_fallocate(fd, 0, num_bytes)
     mapping = MappedFile(fd, num_bytes)

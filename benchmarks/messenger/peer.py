@@ -1,6 +1,8 @@
-"""The peer: Mooncake's Transfer Engine over TCP, in the environment of benchmarks/kvstore/mooncake_store.py.
+"""The peer of the messenger's benchmark: Mooncake's Transfer Engine over TCP.
 
-Owns: its two processes. Does not know: what is compared.
+It runs in the environment of `benchmarks/kvstore/mooncake_store.py`.
+
+Owns: its two processes. Does not know: the comparison.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ _DRIVER = Path(__file__).with_name("peer_driver.py")
 
 
 class TransferDriver(Driver):
-    """The end that transfers; `Transfers` run in its process."""
+    """The end that transfers. `Transfers` run in its process."""
 
     def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
         times_s: list[float] = self.call("time_concurrent", op, num_transfers, budget_s)
@@ -27,7 +29,7 @@ class TransferDriver(Driver):
 
 @contextlib.contextmanager
 def transfer_engine(python: Path) -> Iterator[TransferDriver]:
-    """Make a context with the two processes on loopback. Raises PeerError."""
+    """Make a context with the peer's two processes on loopback. Raises PeerError."""
     with contextlib.closing(Driver([str(python), str(_DRIVER)], {})) as target:
         session, address = target.greeting
         command = [str(python), str(_DRIVER), session, str(address)]

@@ -1,13 +1,14 @@
-"""Drives one end of the peer, Mooncake's Transfer Engine, run by the Python of its own virtual environment.
+"""The driver of one end of the peer, Mooncake's Transfer Engine. The Python of its environment runs it.
 
-    python peer_driver.py                    the memory that is written and read; says where it is
-    python peer_driver.py SESSION ADDRESS    the end that transfers
+  python peer_driver.py                    the memory that is written and read; prints its address
+  python peer_driver.py SESSION ADDRESS    the end that transfers
 
-Both take commands as benchmarks/kvstore/commands.py says, and end when their stdin does.
+Both take commands by the protocol of benchmarks/kvstore/commands.py, and end when their stdin does.
 
-Ours has packages of the same names: the path of this repository comes last, so that the peer's are found.
+This repository has packages of the same names as the peer. So its path comes last, and the peer's packages
+are found first.
 
-Owns: the use of the peer's engine. Does not know: who compares it with what.
+Owns: the use of the peer's engine. Does not know: the comparison.
 """
 
 import sys
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class MooncakeEngine:
-    """Registered memory and the session of the other end."""
+    """Registered memory, and the session with the other end."""
 
     def __init__(self, engine: TransferEngine, session: str, address: int) -> None:
         self.memory = Memory()
@@ -48,7 +49,7 @@ class MooncakeEngine:
         self._under_way: set[int] = set()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work whose calls return when they are done, so that nothing is awaited."""
+        """Run work whose calls block until they are done, so that nothing is awaited."""
         try:
             work.send(None)
         except StopIteration as end:
@@ -59,7 +60,7 @@ class MooncakeEngine:
     async def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
-        """Submit transfers, for which the peer has no classes."""
+        """Move blocks. The peer has no classes of transfers, so `is_latency` changes nothing."""
         local, remote = self._addresses(direction, pairs, block_bytes)
         if len(pairs) == 1:
             _expect_0(self._one[direction](self._session, local[0], remote[0], block_bytes))
@@ -77,7 +78,7 @@ class MooncakeEngine:
         return [batch] * len(pairs)
 
     async def wait(self, transfers: Sequence[int]) -> None:
-        """Wait for a whole batch, which is reported once."""
+        """Wait for whole batches. Each batch reports its end once."""
         for batch in transfers:
             if batch in self._under_way:
                 self._under_way.remove(batch)

@@ -1,9 +1,9 @@
 """The workload that every transfer engine gets, timed call by call.
 
-Needs only numpy: the peer's driver runs it in another virtual environment.
+The module needs only numpy, as the peer's driver runs it in another virtual environment.
 
-Owns: which block goes where, which transfers are in flight at the same time. Does not know: which engine it
-measures.
+Owns: which block goes where, which transfers are in flight at the same time. Does not know: which engine is
+measured.
 """
 
 import time
@@ -16,28 +16,28 @@ import numpy as np
 from benchmarks.kvstore.workload import WORKING_SET_BYTES, Bytes, Memory, Op, Ring, Workload
 
 CONCURRENT_BYTES = 64 << 20
-"""Bytes of all transfers in flight at the same time."""
+"""The bytes of all transfers that are in flight at the same time."""
 LATENCY_BYTES = 1 << 20
 BULK_BYTES = 4 << 20
 NUM_BULK = 16
-"""Transfers of the bulk stream in flight; half of them are fresh whenever a latency transfer starts."""
+"""The transfers of the bulk stream in flight. At each latency transfer's start half of them are new."""
 
 Direction = Literal["write", "read"]
 Pair = tuple[int, int]
-"""A block of the local memory and one of the remote memory, of the same size."""
+"""A block of the local memory, and a block of the remote memory of the same size."""
 T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """The interface of a measured engine: this process, and another one that has WORKING_SET_BYTES of memory
-    to write and read.
+    """The interface of a measured engine.
 
-    Every pair is one block. Writes take it from `memory.sources`, reads put it into `memory.destinations`.
-    A call returns when all of its bytes have arrived, and raises unless all of them did.
+    The engine is in this process. Another process has WORKING_SET_BYTES of memory to write and read. Every
+    pair is one block. Writes take it from `memory.sources`, reads put it into `memory.destinations`. A call
+    returns when all of its bytes have arrived. It raises an error if some did not.
     """
 
     memory: Memory
-    """The local memory as the engine needs it, perhaps registered (`Memory` accepts a buffer)."""
+    """The local memory, as the engine needs it. It may be registered, as `Memory` accepts a buffer."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's event loop, if it has one. `work` may await the other methods."""
@@ -48,29 +48,31 @@ class Engine(Protocol):
         """Move blocks as one batch: all of them are in flight at the same time."""
 
     async def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> Sequence[Any]:
-        """Start a batch of bulk transfers, one for each block, and return them. At least 64 can be in
-        flight."""
+        """Start a batch of bulk transfers, one for each block, and return them.
+
+        At least 64 transfers can be in flight.
+        """
 
     async def wait(self, transfers: Sequence[Any]) -> None:
-        """Wait until submitted transfers have ended. To be called once for each, in any order."""
+        """Wait until submitted transfers have ended. Each transfer must be waited for once, in any order."""
 
 
 class Transfers:
-    """One engine under work. A put of the workload is a write, a get is a read."""
+    """One engine with its timed calls. A put of the workload is a write, a get is a read."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._workload = Workload(_Blocks(engine), engine.memory)
 
     def open(self, block_bytes: int) -> None:
-        """Write and read every block of this size once, and compare them."""
+        """Write and read every block of this size once, and check that the bytes are equal."""
         self._workload.open(block_bytes)
         self._block_bytes = block_bytes
         self._pairs = _scattered(block_bytes)
         self._ring = Ring(len(self._pairs))
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
-        """Return the seconds of each batch of `depth` blocks, as `Ring.time` does."""
+        """Return the seconds of each batch of `depth` blocks, like `Ring.time`."""
         return self._engine.run(self._time(op, depth, budget_s))
 
     async def _time(self, op: Op, depth: int, budget_s: float) -> list[float]:
@@ -81,8 +83,7 @@ class Transfers:
         return times_s
 
     def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
-        """Return the seconds in which CONCURRENT_BYTES move as `num_transfers` transfers that are submitted
-        together."""
+        """Return the seconds that CONCURRENT_BYTES take as `num_transfers` transfers that start together."""
         return self._engine.run(self._time_concurrent(op, num_transfers, budget_s))
 
     async def _time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
@@ -94,9 +95,9 @@ class Transfers:
         return times_s
 
     def time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]:
-        """Time transfers of LATENCY_BYTES, one after the other, beside `num_bulk` others of BULK_BYTES.
+        """Time transfers of LATENCY_BYTES, one after the other, beside `num_bulk` transfers of BULK_BYTES.
 
-        Returns seconds of each, and bytes per second of the bulk.
+        Returns the seconds of each latency transfer, and the bytes a second of the bulk transfers.
         """
         return self._engine.run(self._time_latency(op, num_bulk, budget_s))
 
@@ -155,7 +156,6 @@ def _direction(op: Op) -> Direction:
 
 
 def _scattered(block_bytes: int, size_bytes: int = WORKING_SET_BYTES) -> list[Pair]:
-    """Return every local block with its remote block, scattered as in a paged pool: neighbours are not
-    neighbours there."""
+    """Return every local block with its remote block. Neighbours are scattered, as in a paged pool."""
     places = np.random.default_rng(1).permutation(size_bytes // block_bytes)
     return list(enumerate(places.tolist()))

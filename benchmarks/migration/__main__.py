@@ -1,19 +1,20 @@
-"""The cost of a move of a running stream: its pause, and the tokens that streams beside it lose.
+"""The cost of moving a running stream: its pause, and the tokens that other streams lose.
 
     python -m benchmarks.migration [--sizes N,N,...] [--moves N] [--others N]
 
-Two decode instances with the default model, one core each, and real messenger processes; each decodes
-streams of its own besides. A stream with a context of each size moves from one to the other and back; before
-a move its destination's pool holds none of its blocks, so all of them travel. The ways:
+There are two decode instances with the default model, one core each, with real messenger processes. Each
+decodes other streams at the same time. A stream with a context of each size moves from one instance to the
+other and back. Before a move its destination's pool holds none of its blocks, so all blocks travel. The ways:
 
-    none           it stays, for as many tokens as in the migration before
-    migration      its blocks are copied while it is decoded, then it is handed over
+  none           the stream stays, for the same number of tokens as in the migration before
+  migration      its blocks are copied while it is decoded, then it is handed over
     stop and copy  it is handed over first
     recompute      the same, and the other instance computes its KVCache again
 
-The pause is the longest gap between two tokens, from the first order until three tokens behind the last one.
-Throughput is that of the other streams of source and destination in the same time, by that with none. Bars:
-a p99 of the pause at most two iterations above none's, throughput at least 95%.
+The pause is the longest gap between two tokens, from the first order until three tokens after the move.
+Throughput is that of the other streams of source and destination in the same time, divided by their
+throughput without a move. Bars: the p99 of the pause is at most two iterations above that without a move, and
+throughput is at least 95%.
 
 Owns: the ways, the table, the bars. Does not know: how a stream moves.
 """
@@ -45,7 +46,7 @@ OTHER_PROMPT, OTHER_OUTPUT = 64, 3000
 
 @dataclass(slots=True)
 class Measured:
-    """The moves of one way, in seconds; tokens of other streams, of the source and of the destination."""
+    """The moves of one way, in seconds, and the tokens of other streams at source and destination."""
 
     pauses_s: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -53,7 +54,7 @@ class Measured:
     num_destination_tokens: int = 0
 
     def percentile_s(self, share: float) -> float:
-        """Return a percentile of the pauses."""
+        """Return a percentile of the pauses in seconds."""
         pauses_s = sorted(self.pauses_s)
         return pauses_s[min(len(pauses_s) - 1, int(share * len(pauses_s)))]
 
@@ -67,14 +68,14 @@ class Measured:
 
 
 class Bench:
-    """The streams on a rig and the measurements. All prompts are random tokens."""
+    """The streams on a rig, and the measurements. All prompts are random tokens."""
 
     def __init__(self, on: Rig, num_others: int) -> None:
         self._rig, self._num_others = on, num_others
         self._generator = torch.Generator().manual_seed(0)
         self._num_streams = 0
         self.iterations_s: list[float] = []
-        """Gaps of streams that do not move."""
+        """The gaps of streams that do not move, in seconds."""
         self.num_streams_with_other_tokens = 0
 
     def _prompt(self, num_tokens: int) -> list[int]:
@@ -87,7 +88,7 @@ class Bench:
         return await self._rig.begin(name, prompt, max_tokens, at, seed=seed, counts=counts)
 
     async def begin_others(self) -> list[Stream]:
-        """Begin the streams beside the one that moves."""
+        """Begin the streams that are decoded beside the moving one."""
         others = [
             await self._stream(self._prompt(OTHER_PROMPT), OTHER_OUTPUT, instance, counts=True)
             for instance in self._rig.instances.values()
@@ -98,7 +99,7 @@ class Bench:
         return others
 
     async def measure(self, num_tokens: int, num_moves: dict[str, int]) -> dict[str, Measured]:
-        """Return the measurements of each way, `none` included, with a context of about `num_tokens`."""
+        """Measure each way, and also `none`, with a context of about `num_tokens`."""
         measured: defaultdict[str, Measured] = defaultdict(Measured)
         for way, num in num_moves.items():
             while len(measured[way].pauses_s) < num:
@@ -126,7 +127,7 @@ class Bench:
         await self._compare(stream, prompt)
 
     async def _window(self, stream: Stream, act: Callable[[], Awaitable[None]], measured: Measured) -> int:
-        """Measure one move. Returns the number of tokens of other streams meanwhile."""
+        """Measure one move, and return the number of the stream's tokens meanwhile."""
         source, first, began_s = stream.at, len(stream.tokens), time.perf_counter()
         await act()
         await stream.reached(len(stream.tokens) + TOKENS_BEHIND)
@@ -142,8 +143,7 @@ class Bench:
         return len(stream.tokens) - first
 
     async def _compare(self, stream: Stream, prompt: list[int]) -> None:
-        """Count a stream whose tokens differ from those of a stream that stays and computes everything
-        itself."""
+        """Count the stream if its tokens differ from those of an equal stream that does not move."""
         await self._rig.drop_blocks(stream, stream.at)
         stays = await self._stream(prompt, len(stream.tokens), stream.at, counts=False)
         await stays.reached(len(stream.tokens))
@@ -151,7 +151,7 @@ class Bench:
 
 
 def report(num_tokens: int, measured: dict[str, Measured], iteration_s: float) -> bool:
-    """Print the table of one size. Return whether the bars are met."""
+    """Print the table of one size. Returns whether the bars are met."""
     none, migration = measured[NONE], measured[MIGRATION]
     rows = [
         (
@@ -180,8 +180,10 @@ def report(num_tokens: int, measured: dict[str, Measured], iteration_s: float) -
 
 
 async def run(sizes: Sequence[int], num_moves: int, num_others: int) -> bool:
-    """Measure all sizes. Returns whether the bars are met, and all tokens equal those of streams that
-    stay."""
+    """Measure all sizes. Returns whether the bars are met and all streams have the right tokens.
+
+    The right tokens are those of equal streams that do not move.
+    """
     is_met = True
     async with rig() as on:
         bench = Bench(on, num_others)

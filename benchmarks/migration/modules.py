@@ -1,17 +1,17 @@
-"""The pauses of streams while layers or KV heads move, and the worth of a pipeline of two decode instances.
+"""The pauses of streams while layers or KV heads move, and the gain of a pipeline of two decode instances.
 
     python -m benchmarks.migration.modules [--layers START:STOP | --heads N] [--batch N] [--moves N]
         [--two-hosts]
 
-Two decode instances with the default model, one core each, on one host or on two. All streams are decoded by
-the first one, whose modules move to the second one and back. Bar: a p99 of pauses at most an iteration above
-the longest gaps without a move.
+There are two decode instances with the default model, one core each, on one host or on two. The first
+instance decodes all streams. Its modules move to the second instance and back. Bar: the p99 of pauses is at
+most an iteration above the p99 of the longest gaps without a move.
 
-Layers are then measured as a pipeline: the first instance by itself, with layers at the second one, and by
-itself again, as contexts grow; then with layers at the second one and twice as many streams, for which both
-together have the memory. Bars: throughput of the larger pipeline at least 1.7 times that of one instance, TBT
-at most 1.15 times. Two instances that decode by themselves show what both cores can do at most, which is less
-where they are threads of one core.
+Layers are then measured as a pipeline: the first instance alone, with layers at the second one, and alone
+again, because contexts grow. Then layers are at the second instance and there are twice as many streams, for
+which only both together have the memory. Bars: the throughput of the larger pipeline is at least 1.7 times
+that of one instance, and TBT at most 1.15 times. For comparison two instances decode separately: that is the
+most that both cores can do. It is less if they are threads of one core.
 
 Owns: the steps, the tables, the bars. Does not know: how modules move.
 """
@@ -35,7 +35,7 @@ from benchmarks.tools.arguments import count
 from mooncake.messages.migration import LayerRange, ModulesPart
 
 NUM_TOKENS = 60
-"""Tokens of each stream in a measurement."""
+"""The tokens of each stream in one measurement."""
 TOKENS_BEHIND = 3
 PROMPT, OUTPUT = 64, 4000
 LEAST_THROUGHPUT, MOST_TBT, MOST_ITERATIONS = 1.7, 1.15, 1.0
@@ -60,7 +60,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Bench:
-    """Streams at the instance `owner` of a rig. All prompts are random tokens."""
+    """The streams at the instance `owner` of a rig. All prompts are random tokens."""
 
     def __init__(self, on: Rig, owner: Instance) -> None:
         self._rig, self._generator = on, torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ class Bench:
         self._num_begun = 0
 
     async def begin(self, num: int) -> None:
-        """Begin further streams, and wait until all are decoded."""
+        """Begin further streams, and wait until all of them are decoded."""
         for _ in range(num):
             prompt = torch.randint(1000, 40000, (PROMPT,), generator=self._generator).tolist()
             self._num_begun += 1
@@ -79,7 +79,7 @@ class Bench:
         await self.go_on(TOKENS_BEHIND)
 
     async def go_on(self, num_tokens: int) -> None:
-        """Wait for that many more tokens of each stream."""
+        """Wait for `num_tokens` more tokens of each stream."""
         for goal in [(stream, len(stream.tokens) + num_tokens) for stream in self.streams]:
             await goal[0].reached(goal[1])
 
@@ -90,7 +90,7 @@ class Bench:
         self.streams.clear()
 
     async def rate(self) -> Rate:
-        """Measure the streams."""
+        """Measure the tokens a second and the gaps of all streams."""
         await self.go_on(TOKENS_BEHIND)
         began_s = time.perf_counter()
         before = [len(stream.tokens) for stream in self.streams]
@@ -100,7 +100,7 @@ class Bench:
         return Rate(num / (ended_s - began_s), self._gaps_s(before))
 
     async def pause_s(self, act: Move) -> float:
-        """Return the longest gap of any stream, until a few tokens behind the end of `act`."""
+        """Return the longest gap of any stream in seconds, until a few tokens after the end of `act`."""
         before = [len(stream.tokens) for stream in self.streams]
         await act()
         await self.go_on(TOKENS_BEHIND)
@@ -114,8 +114,10 @@ class Bench:
         ]
 
     async def num_with_other_tokens(self, num: int) -> int:
-        """Compute the first streams again at the other instance, which has no helper. Returns how many get
-        other tokens."""
+        """Compute the first `num` streams again without a helper. Returns the number of those that differ.
+
+        They are computed at the other instance, whose modules are all at home.
+        """
         num_others = 0
         for index, stream in enumerate(self.streams[:num]):
             again = await self._rig.begin_again(stream, f"again{index}", self._rig.other(self.owner))
@@ -127,7 +129,7 @@ class Bench:
 
 
 class Pauses(NamedTuple):
-    """The longest gap of any stream during each move, and during equal times without a move, in seconds.
+    """The longest gap of any stream in seconds, during each move and during equal times without a move.
 
     `iteration_s`: the median gap of streams before the first move.
     """
@@ -138,7 +140,7 @@ class Pauses(NamedTuple):
 
     @property
     def num_iterations(self) -> float:
-        """The p99 of the longest gaps with a move less that without one, in iterations."""
+        """The difference between the p99 of the longest gaps with and without a move, in iterations."""
         return (percentile(self.moves_s, 0.99) - percentile(self.gaps_s, 0.99)) / self.iteration_s
 
     def __str__(self) -> str:
@@ -153,8 +155,10 @@ class Pauses(NamedTuple):
 
 
 async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration_s: float) -> Pauses:
-    """Move modules to the helper and back `num_moves` times, with new streams each time, and return the
-    pauses."""
+    """Move modules to the helper and back `num_moves` times, and return the pauses.
+
+    Each time there are new streams.
+    """
     found, num_streams = Pauses([], [], iteration_s), len(bench.streams)
     for number in range(num_moves):
         progress(f"moves: {number} of {num_moves}")
@@ -169,8 +173,10 @@ async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration
 
 
 async def run_heads(num_heads: int, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
-    """Measure moves of KV heads, and print. Returns whether the bar is met and tokens equal those of a stream
-    that stays."""
+    """Measure moves of KV heads, and print the results.
+
+    Returns whether the bar is met and tokens equal those of a stream that stays.
+    """
     async with rig(batch, two_hosts=two_hosts) as on:
         bench = Bench(on, on.first)
         await bench.begin(batch)
@@ -184,8 +190,10 @@ async def run_heads(num_heads: int, batch: int, num_moves: int, *, two_hosts: bo
 
 
 async def run_layers(layers: LayerRange, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
-    """Measure moves of layers and the pipeline, and print. Returns whether the bars are met and tokens equal
-    those of a stream that stays."""
+    """Measure moves of layers and the pipeline, and print the results.
+
+    Returns whether the bars are met and tokens equal those of a stream that stays.
+    """
     async with rig(2 * batch, two_hosts=two_hosts) as on:
         bench, beside = Bench(on, on.first), Bench(on, on.other(on.first))
         move = functools.partial(on.place, bench.owner, ModulesPart(layers=layers))

@@ -1,9 +1,8 @@
-"""Two decode instances as `mooncake-serve` runs them, each on one core, with a rig in the place of Conductor
-and front.
+"""Two decode instances as `mooncake-serve` runs them, each on one core, with a rig that gives orders.
 
-It is their front, too.
+The rig takes the place of Conductor and front.
 
-Owns: processes, streams and their tokens' times, the steps of moves. Does not know: what is compared.
+Owns: processes, streams and the times of their tokens, the steps of moves. Does not know: the comparison.
 """
 
 import asyncio
@@ -70,27 +69,27 @@ Expected = TypeVar("Expected", PreCopied, Prepared, HandedOver)
 
 
 class MoveError(Exception):
-    """An instance has not done what a move needs."""
+    """The error of an instance that has not done its part of a move."""
 
 
 class Instance:
-    """An instance that has registered."""
+    """A registered instance."""
 
     def __init__(self, register: Register, identity: bytes) -> None:
         self.register, self.identity = register, identity
         self.place = ModulesPlace()
-        """The latest place of its modules that it has told."""
+        """The latest place of its modules that the instance has reported."""
         self.placed = asyncio.Event()
         self.token_times_s: list[float] = []
-        """Arrival times of its tokens here, those of streams that are `counts`."""
+        """The arrival times of tokens from this instance, for streams that have `counts` set."""
 
     def num_tokens(self, began_s: float, ended_s: float) -> int:
-        """Return the number of counted tokens in a span of time."""
+        """Return the number of counted tokens from `began_s` to `ended_s`."""
         return sum(began_s <= at_s < ended_s for at_s in self.token_times_s)
 
 
 class Stream:
-    """A request that is decoded `at` an instance, as `ref`."""
+    """A request that the instance `at` decodes. Its present attempt is `ref`."""
 
     def __init__(self, request: Request, at: Instance, *, counts: bool) -> None:
         self.request, self.at, self.counts = request, at, counts
@@ -104,7 +103,7 @@ class Stream:
         return Ref(1, self.request.request_id, self.num_attempts)
 
     async def reached(self, num_tokens: int) -> None:
-        """Wait until the stream has that many tokens. Raises TimeoutError if they do not come."""
+        """Wait until the stream has `num_tokens` tokens. Raises TimeoutError if they do not come."""
         async with asyncio.timeout(DEADLINE_S):
             while len(self.tokens) < num_tokens:
                 self.changed.clear()
@@ -183,7 +182,7 @@ class Rig:
     async def begin(
         self, name: str, prompt: list[int], max_tokens: int, at: Instance, *, seed: int, counts: bool = False
     ) -> Stream:
-        """Order a request, whose prompt the instance computes itself."""
+        """Order a request. The instance computes its prompt itself."""
         root = root_key(at.register.fingerprint)
         keys = block_keys(prompt, self._block_size, root)
         sampling = SamplingParams(max_tokens, seed=seed)
@@ -191,7 +190,7 @@ class Rig:
         return await self._reserve(Stream(request, at, counts=counts))
 
     async def begin_again(self, stream: Stream, name: str, at: Instance) -> Stream:
-        """Order the request of a stream once more, with the same prompt and sampling, as another stream."""
+        """Order the request of a stream again, with the same prompt and sampling, as a further stream."""
         request = msgspec.structs.replace(stream.request, request_id=name)
         return await self._reserve(Stream(request, at, counts=False))
 
@@ -216,14 +215,14 @@ class Rig:
         return other
 
     async def drop_blocks(self, stream: Stream, instance: Instance) -> None:
-        """Drop a stream's blocks that an instance's pool holds."""
+        """Drop the blocks of a stream that an instance's pool holds."""
         keys = stream.request.continued(stream.tokens, self._block_size).block_keys
         await self._tell(instance, DropCopies(keys))
 
     # -- moves --------------------------------------------------------------------------------------
 
     async def migrate(self, stream: Stream) -> None:
-        """Move a stream as the Conductor does: blocks are copied in rounds while it is decoded."""
+        """Move a stream like the Conductor: blocks are copied in rounds while the stream is decoded."""
         source, destination, ref = stream.at, self.other(stream.at), self._next_ref(stream)
         order, num_loaded, num_rounds, has_waited = PreCopy(stream.ref), 0, 0, False
         while num_rounds < MAX_ROUNDS:
@@ -241,7 +240,7 @@ class Rig:
         await self._take_over(stream, destination, output)
 
     async def stop_and_copy(self, stream: Stream) -> None:
-        """Move a stream that is stopped first, then copied."""
+        """Move a stream that is stopped first and copied afterwards."""
         destination, ref = self.other(stream.at), self._next_ref(stream)
         output = await self._hand_over(stream)
         num_full = (stream.request.num_prompt_tokens + len(output) - 1) // self._block_size
@@ -250,7 +249,7 @@ class Rig:
         await self._take_over(stream, destination, output)
 
     async def recompute(self, stream: Stream) -> None:
-        """Move a stream without its KVCache."""
+        """Move a stream without its KVCache, which its destination computes again."""
         destination = self.other(stream.at)
         output = await self._hand_over(stream)
         request = stream.request.continued(output, self._block_size)
@@ -259,8 +258,10 @@ class Rig:
         await self._tell(destination, Reserve(stream.ref, request, inline=True))
 
     async def place(self, owner: Instance, part: ModulesPart) -> ModulesPlace:
-        """Move a part of an instance to the other one; nothing: all of it back. Returns when the instance has
-        reported that."""
+        """Move a part of an instance to the other instance. An empty part moves everything back.
+
+        Returns when the instance has reported the end of the move.
+        """
         self._num_orders += 1
         helper = self.other(owner).register
         address = helper.modules.endpoint or helper.modules.socket
@@ -306,7 +307,7 @@ class Rig:
 
 
 def _start(spec: ChildSpec, core: int, host: str | None) -> subprocess.Popen[bytes]:
-    """Start a process of an instance, on one core, and on another host if it is named."""
+    """Start a process of an instance on one core. `host` names another host to run on; None for this host."""
     process = subprocess.Popen(
         [sys.executable, "-m", spec.module],
         stdin=subprocess.PIPE,
@@ -342,8 +343,10 @@ def _config_of(rig: Rig, name: str, max_batch: int, device_bytes: str, address: 
 async def rig(
     max_batch: int = 32, *, device_bytes: Sequence[str] = ("1GiB", "1GiB"), two_hosts: bool = False
 ) -> AsyncIterator[Rig]:
-    """Make a context with both instances, ready, each on a core of its own as far as there are enough, and on
-    one host or two. `device_bytes` are the sizes of their KVCaches."""
+    """Make a context with both instances, ready, on one host or two.
+
+    Each is on a core of its own if there are enough cores. `device_bytes` are the sizes of their KVCaches.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))

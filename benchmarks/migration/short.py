@@ -1,10 +1,11 @@
-"""A decode instance short of memory, alone and with layers or KV heads at an idle one (BanaServe, 4.1).
+"""A decode instance short of memory, alone and with layers or KV heads at a helper (BanaServe, section 4.1).
 
     python -m benchmarks.migration.short [--layers START:STOP | --heads N] [--seconds N] [--two-hosts]
 
-The default model, a core for each of two instances. Clients, each with one request at a time, ask the first
-instance, whose KVCache has 60% of the tokens that all these requests have on average. Its modules are at the
-second instance in every other round. Bar: at least 1.5 times the requests a second that meet their SLOs.
+There are two instances with the default model, and a core for each. Clients send requests to the first
+instance, each client one at a time. The instance's KVCache has room for 60% of the tokens that all these
+requests have on average. In every other round modules of the first instance are at the second one. Bar: then
+at least 1.5 times the number of requests a second meet their SLOs.
 
 Owns: the load, the rounds, the table. Does not know: how modules move.
 """
@@ -27,16 +28,16 @@ from mooncake.messages.migration import LayerRange, ModulesPart
 
 NUM_CLIENTS, PROMPT, OUTPUT = 48, 64, 192
 NUM_TOKENS = NUM_CLIENTS * (PROMPT + OUTPUT // 2)
-"""Tokens of all requests together, on average."""
+"""The mean number of tokens of all requests together."""
 SHARE, LEAST_RATIO = 0.6, 1.5
 TOKEN_BYTES = 30 * 3 * 2 * 64 * 2
-"""Layers, KV heads, keys and values, head size, bytes of bfloat16."""
+"""The bytes of a token: layers x KV heads x keys and values x head size x bytes of bfloat16."""
 TTFT_SLO_S, TBT_SLO_S = 2.0, 0.15
 SETTLING_S = 20.0
 
 
 class Ended(NamedTuple):
-    """A request that has ended, with the performance counter then, its TTFT and its mean TBT in seconds."""
+    """An ended request: the performance counter at its end, its TTFT and its mean TBT in seconds."""
 
     at_s: float
     ttft_s: float
@@ -48,7 +49,7 @@ class Ended(NamedTuple):
 
 
 class Load:
-    """Clients that ask one instance of a rig. All prompts are random tokens."""
+    """Clients that send requests to one instance of a rig. All prompts are random tokens."""
 
     def __init__(self, on: Rig, owner: Instance) -> None:
         self._rig, self._owner, self._generator = on, owner, torch.Generator().manual_seed(0)
@@ -56,7 +57,7 @@ class Load:
         self.ended: list[Ended] = []
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Send requests until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(NUM_CLIENTS):
                 group.create_task(self._ask())
@@ -72,7 +73,7 @@ class Load:
             self.ended.append(Ended(last_s, first_s - began_s, (last_s - first_s) / (OUTPUT - 1)))
 
     async def measure(self, seconds: float) -> list[Ended]:
-        """Return the requests that end in a span of time, once the load has settled."""
+        """Let the load settle, and return the requests that end in the `seconds` after that."""
         await asyncio.sleep(SETTLING_S)
         began_s = time.perf_counter()
         await asyncio.sleep(seconds)
@@ -80,7 +81,7 @@ class Load:
 
 
 async def run(layers: LayerRange | None, num_heads: int, seconds: int, *, two_hosts: bool) -> bool:
-    """Measure two rounds of each arrangement, and print. Returns whether the bar is met."""
+    """Measure two rounds of each arrangement, and print the table. Returns whether the bar is met."""
     device_bytes = f"{round(SHARE * NUM_TOKENS * TOKEN_BYTES)}B"
     found: dict[str, list[list[Ended]]] = {"alone": [], "with a helper": []}
     async with rig(NUM_CLIENTS, device_bytes=(device_bytes, "1GiB"), two_hosts=two_hosts) as on:
