@@ -3,15 +3,15 @@
     python -m benchmarks.overload [--only excess|swing] [--rates N,N,...] [--seconds N] [--picture FILE]
                                   [mooncake-serve flags]
 
-Its workers compute a tiny model and take as long for a pass as a larger one would (0.25 ms a prompt token; 20
-ms a decode step and 1 ms for each request), so the instances do not take the machine's cores from one
-another. Prompts of 512 random tokens, 200 tokens out, open loop. Decoding is the narrow place, and takes
-longer than prefill: where early rejection swings (Mooncake, section 7.3). The cluster has SLOs of 4 s for
-TTFT and 60 ms for TBT. A request counts as effective within 1.5 times these, because TBT is measured as the
-mean of the longest tenth of a request's gaps, and predicted for a step.
+The workers compute a tiny model, but take the time of a larger one for each pass (0.25 ms a prompt token; 20
+ms a decode step and 1 ms for each request). So the instances do not compete for the machine's cores. Prompts
+have 512 random tokens, answers 200, and arrive in an open loop. Decode is the bottleneck and takes longer
+than prefill. In this situation early rejection swings (Mooncake, section 7.3). The cluster has SLOs of 4 s
+for TTFT and 60 ms for TBT. A request counts as effective within 1.5 times these SLOs, because TBT is measured
+as the mean of the longest tenth of a request's gaps, but predicted for a step.
 
-`excess`: goodput by rate, up to three times the best one's, and how soon 429 is answered to whom the cluster
-refuses at arrival: from when it was sent, and as the server has measured it. `swing`: the
+`excess`: goodput by rate, up to three times the rate with the best goodput. The table also has the time to
+the 429 of requests that are rejected at arrival, as the clients and as the server measure it. `swing`: the
 standard deviation of (prefill load - decode load) under early rejection and under prediction, and a picture.
 """
 
@@ -43,12 +43,14 @@ TOLD_TTFT_S, TOLD_TBT_S = 4.0, 0.06
 SLO = Slo(ttft_s=1.5 * TOLD_TTFT_S, tbt_s=1.5 * TOLD_TBT_S, long_from=NUM_INPUT)
 MIX = Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), SLO.ttft_s, SLO.tbt_s)
 OVERLOAD = 3.0
-"""The overload, as a multiple of the rate with the best goodput."""
+"""The rate of the overload, as a multiple of the rate with the best goodput."""
 MIN_GOODPUT, MAX_REJECTION_S, MIN_DAMPING = 0.9, 0.05, 0.3
-"""The bars: the least share of the best goodput, the longest time to a 429, the least damping of the standard
-deviation."""
+"""The bars: the least share of the best goodput, the longest time to a 429, the least damping.
+
+The damping is that of the standard deviation of the loads' difference.
+"""
 WARM_UP_S = 15.0
-"""Seconds of a warm-up, before which the durations of decodes are unknown."""
+"""Seconds of a warm-up. Before it the durations of decodes are unknown."""
 
 
 class Overloaded(NamedTuple):
@@ -61,7 +63,7 @@ class Overloaded(NamedTuple):
 
 @contextlib.contextmanager
 def cluster(policy: Overload, flags: Sequence[str], log: int) -> Iterator[str]:
-    """Start a cluster, and yield its address."""
+    """Start a cluster with a policy. The context gets its URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +77,7 @@ def cluster(policy: Overload, flags: Sequence[str], log: int) -> Iterator[str]:
 
 
 def under_load(clients: Clients, url: str, rate_per_s: float, seconds: float, seed: int) -> Overloaded:
-    """Run one open loop, until all its requests have ended."""
+    """Run one open loop until all its requests have ended."""
     run = Run(
         url=url,
         model=find_server(url, None, None).model,
@@ -99,7 +101,7 @@ def under_load(clients: Clients, url: str, rate_per_s: float, seconds: float, se
 def measure_excess(
     clients: Clients, rates: Sequence[float], seconds: float, flags: list[str], log: int
 ) -> bool:
-    """Measure the excess load, and print the table. Returns whether both bars are met."""
+    """Measure loads up to the overload, and print the table. Returns whether both bars are met."""
     print(
         "| offered, req/s | goodput, req/s | finished | failed | 429 when prefill has ended | 429 at arrival"
         " | p50 | p99 | most | by the server, p50 | p99 | most |"
@@ -166,7 +168,7 @@ def measure_swing(
 
 
 def draw(runs: dict[Overload, Overloaded], seconds: float, path: Path) -> None:
-    """Draw both loads over time, as in the paper's Figures 9 and 10."""
+    """Draw both loads over time, like the paper's Figures 9 and 10."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.4 * len(runs)), layout="constrained")
@@ -182,7 +184,7 @@ def draw(runs: dict[Overload, Overloaded], seconds: float, path: Path) -> None:
 
 
 def main() -> None:
-    """Run the measurements that are asked for, and exit with 1 if a bar is not met."""
+    """Run the measurements that the command line names, and exit with 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.overload",
         description=__doc__,

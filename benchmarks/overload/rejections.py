@@ -1,6 +1,6 @@
-"""The times until rejected requests get their 429, as clients and as the server measure them.
+"""The times until rejected requests get their 429, measured by clients and by the server.
 
-Owns: which 429s were decided at arrival, the server's histogram. Does not know: how requests are sent.
+Owns: which rejections were made at arrival, the server's histogram. Does not know: how requests are sent.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,28 +12,30 @@ import numpy as np
 from benchmarks.tools.load.outcomes import Kind, Outcome
 
 _AT_ARRIVAL = "the cluster is overloaded"
-"""The beginning of the text of rejections at arrival; later rejections have another text."""
+"""The beginning of the text of rejections at arrival. Later rejections have other texts."""
 _HISTOGRAM = "mooncake_time_to_rejection_seconds_bucket"
 
 
 class Rejections(NamedTuple):
-    """Seconds from a request to its 429. The server's counts, by upper bound in seconds, include all
-    rejections."""
+    """The seconds from requests to their 429.
+
+    `servers` has the server's counts of all rejections, by upper bound in seconds.
+    """
 
     at_arrival_s: list[float]
     later_s: list[float]
     servers: dict[float, int]
 
     def percentiles_s(self) -> list[float]:
-        """Return p50, p99 and the longest time of rejections at arrival; empty without any."""
+        """Return the p50, p99 and longest time of rejections at arrival; empty if there were none."""
         if not self.at_arrival_s:
             return []
         return [float(value) for value in np.percentile(self.at_arrival_s, [50, 99, 100])]
 
     def servers_bound_s(self, share: float) -> float | None:
-        """Return the time within which the server had decided this share of the rejections at arrival.
+        """Return the seconds in which the server had decided this share of the rejections at arrival.
 
-        The quickest of all rejections are taken to be those at arrival. None without any.
+        The quickest of all rejections are taken to be those at arrival. None if there were none.
         """
         num_at_arrival = len(self.at_arrival_s)
         bounds = [bound for bound, count in sorted(self.servers.items()) if count >= share * num_at_arrival]
@@ -41,8 +43,10 @@ class Rejections(NamedTuple):
 
 
 def rejections(outcomes: Iterable[Outcome], before: dict[float, int], after: dict[float, int]) -> Rejections:
-    """Return the rejections of one run. `before` and `after` are the results of `servers_histogram` around
-    the run."""
+    """Return the rejections of one run.
+
+    `before` and `after` are the results of `servers_histogram` before and after the run.
+    """
     rejected = [outcome for outcome in outcomes if outcome.kind is Kind.REJECTED]
     return Rejections(
         _seconds(outcome for outcome in rejected if _AT_ARRIVAL in outcome.error),
@@ -56,7 +60,7 @@ def _seconds(outcomes: Iterable[Outcome]) -> list[float]:
 
 
 def servers_histogram(url: str) -> dict[float, int]:
-    """Return the number of rejections so far by upper bound of their time in seconds."""
+    """Return the number of rejections so far, by the upper bound of their time in seconds."""
     lines: Sequence[str] = httpx.get(f"{url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
     found = [line.rsplit(" ", 1) for line in lines if line.startswith(_HISTOGRAM)]
     return {float(name.split('le="')[1].split('"')[0]): int(float(count)) for name, count in found}

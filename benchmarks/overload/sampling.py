@@ -1,6 +1,6 @@
-"""Samples of a server's loads, from its metrics, while it is under load.
+"""Samples of a server's loads over time, read from its metrics.
 
-Owns: the sampling thread. Does not know: what loads mean.
+Owns: the sampling thread. Does not know: the meaning of loads.
 """
 
 import threading
@@ -16,7 +16,7 @@ STAGES = ("prefill", "decode")
 
 
 class LoadSampler:
-    """A context manager that samples `mooncake_stage_load` of both stages."""
+    """A context manager that samples `mooncake_stage_load` of both stages in a thread."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -29,14 +29,14 @@ class LoadSampler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop sampling. Raises the error that has ended it early."""
+        """Stop sampling. Raises the error that ended sampling early, if there was one."""
         self._is_over.set()
         with self._thread:
             self._sampling.result()
 
     @property
     def rows(self) -> "np.ndarray[Any, Any]":
-        """The samples: seconds since the beginning, prefill's load, decode's load."""
+        """The samples as rows: seconds since the beginning, prefill load, decode load."""
         return np.array(self._rows).reshape(-1, 3)
 
     def _run(self) -> None:
@@ -50,6 +50,6 @@ class LoadSampler:
 
 
 def swing(rows: "np.ndarray[Any, Any]", from_s: float, to_s: float) -> float:
-    """Return the standard deviation of (prefill load - decode load) between two times."""
+    """Return the standard deviation of (prefill load - decode load) in `[from_s, to_s)`."""
     within = rows[(rows[:, 0] >= from_s) & (rows[:, 0] < to_s)]
     return float((within[:, 1] - within[:, 2]).std())

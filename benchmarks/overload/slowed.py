@@ -1,11 +1,11 @@
-"""`mooncake-serve` with slowed workers: a tiny model's passes take as long as a larger one's.
+"""`mooncake-serve` with slowed workers: a tiny model whose passes take the time of a larger one.
 
     python -m benchmarks.overload.slowed MODEL_FOLDER [mooncake-serve flags]
 
-So several instances of both roles share a small machine without taking its cores from one another. All of the
-server is as it is; the device only waits after each pass (`slowed_worker`).
+So several instances of both roles share a small machine without competing for its cores. The server is
+unchanged, except that the device waits after each pass (`slowed_worker`).
 
-Owns: the model, which it writes to a folder, and which module workers are. Does not know: what passes take.
+Owns: the model in a folder, the choice of the workers' module. Does not know: the durations of passes.
 """
 
 import json
@@ -40,7 +40,7 @@ _CONFIG = {
 
 
 def write_model(folder: Path) -> None:
-    """Write a model without weights, which are drawn at random. Its tokens are bytes."""
+    """Write a model without weights, which the server draws at random. Its tokens are bytes."""
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
@@ -50,7 +50,7 @@ def write_model(folder: Path) -> None:
 
 
 def use_slow_workers() -> None:
-    """Make the nodes that this process supervises use slowed workers."""
+    """Make the nodes that this process supervises start slowed workers."""
     child_spec: Any = node.ChildSpec
 
     def with_slow_worker(name: str, module: str, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A worker process whose passes last as long as a larger model's. Started by `slowed`.
+"""A worker process whose passes take the time of a larger model. `slowed` starts it.
 
 Owns: the durations of passes. Does not know: the load.
 """
@@ -18,12 +18,14 @@ from workers.process.service import serve
 
 PREFILL_TOKEN_S = 0.25e-3
 ITERATION_S, REQUEST_S = 0.02, 0.001
-"""The seconds of an iteration, and those that each request adds."""
+"""The seconds of an iteration, and the seconds that each of its requests adds."""
 
 
 def slow_down() -> None:
-    """Slow down all passes of this process from now on. The device thread sleeps, and leaves the core to
-    others."""
+    """Slow down all passes of this process from now on.
+
+    The device thread sleeps, and so leaves the core to other processes.
+    """
     prefill, decode = Executor.prefill, Executor.decode
 
     def slow_prefill(

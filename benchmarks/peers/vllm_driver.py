@@ -1,9 +1,10 @@
-"""Runs in the Python of vLLM's virtual environment: prefills one prompt after the other, offline.
+"""The driver of vLLM without a server: it prefills one prompt after the other.
 
-    python vllm_driver.py MODEL_DIRECTORY
+  python vllm_driver.py MODEL_DIRECTORY
 
-A line of stdin is a prompt, as a JSON list of token ids. A line of stdout is how many seconds it took from
-there to its first token; the first line says that the engine is ready.
+The Python of vLLM's virtual environment runs it. A line of stdin is a prompt, as a JSON list of token ids.
+The first line of stdout says that the engine is ready. Each further line is the seconds from a prompt to its
+first token.
 """
 
 import json

@@ -1,20 +1,21 @@
-"""The costs of loads and stores beside the computation of a prefill, and the savings by reuse.
+"""The costs of loads and stores during a prefill's computation, and the savings by reuse.
 
     python -m benchmarks.prefill [--only overlap|slow|reuse|window|pipeline|vllm] [--rounds N]
                                  [--tokens N,N,...]
 
-SmolLM2-135M's shape with random weights, bfloat16, one thread; real messenger processes, nothing leaves the
-machine. All ways are measured in turn in each round; tables have medians, and bars as far as there are any.
+The model has SmolLM2-135M's shape and random weights in bfloat16, and is computed by one thread. Messenger
+processes are real, on one machine. In each round all ways are measured in turn. Tables have medians, and bars
+if there are any.
 
 - overlap: prompts whose first half is in the pool, so that half of the KVCache is loaded and half is stored.
-- slow: Figure 7 of the Mooncake paper: computed whole, stores throttled to take as long as the computation.
-- reuse: a prompt of 4k tokens, of which 95% are in the own pool's DRAM, or in another instance's over TCP.
-- window: whole prompts on a device that has memory for some layers at a time, beside one that has all.
+- slow: Figure 7 of the Mooncake paper: nothing is cached, and stores are throttled to the computation's time.
+- reuse: a prompt of 4k tokens, of which 95% are in DRAM of the own pool, or of another instance over TCP.
+- window: whole prompts on a device with memory for some layers at a time, and on one with memory for all.
 - pipeline: two stages of one core each against one stage of one core, as `mooncake-serve` runs them, with the
   default model. The timeline of the last prompt of each size is written to `--timelines FOLDER`, as a Chrome
   trace and as a picture.
-- vllm: the computation alone, of the default model, beside vLLM's build for CPUs, which is installed into
-  `--peer-home FOLDER` and compiles the model on the first run.
+- vllm: the computation of the default model alone, by our engine and by vLLM's build for CPUs. vLLM is
+  installed into `--peer-home FOLDER`, and compiles the model on the first run.
 
 Owns: the comparisons, their tables and bars. Does not know: how a prefill is run.
 """
@@ -49,8 +50,10 @@ WINDOWS = (4, 2)
 
 
 async def both_ways(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Measure prompts of which half is loaded and half is stored, as fast as possible. Returns whether the
-    bar is met."""
+    """Measure prompts of which half is loaded and half is stored, at full speed.
+
+    Returns whether the bar is met.
+    """
     print("| tokens, half of them cached | computation alone | with loads and stores | without overlap |")
     print("|---|---|---|---|", flush=True)
     is_met = True
@@ -81,7 +84,7 @@ async def both_ways(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool
 
 
 def medians(times: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
-    """Return the medians of three ways: computation alone, with overlap, without overlap."""
+    """Return the medians of three ways: computation alone, with overlap, and without overlap."""
     return (
         statistics.median(times[ALONE]),
         statistics.median(times[OVERLAP]),
@@ -90,7 +93,7 @@ def medians(times: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
 
 
 async def slow_stores(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Measure stores that are as slow as the computation. Returns whether the bar is met."""
+    """Measure prefills whose stores take the time of the computation. Returns whether the bar is met."""
     print("| tokens, slow stores | computation alone | overlap | no overlap | saved |")
     print("|---|---|---|---|---|", flush=True)
     is_met = True
@@ -115,7 +118,7 @@ async def slow_stores(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bo
 
 
 async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
-    """Measure reused prefixes. Returns whether both bars are met."""
+    """Measure prefills that reuse a prefix. Returns whether both bars are met."""
     num_blocks = -(-int(REUSE_TOKENS * REUSED_SHARE) // BLOCK_SIZE)
     num_cached = num_blocks * BLOCK_SIZE
     bars = {"the own DRAM": (bench.pool, MAX_FROM_DRAM), "another instance, TCP": (holder, MAX_FROM_TCP)}
@@ -144,7 +147,7 @@ async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
 
 
 async def windows(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> None:
-    """Measure the cost of a layer window; there is no bar."""
+    """Measure the cost of a layer window. There is no bar."""
     benches: dict[int | None, Bench] = {None: bench}
     for window in WINDOWS:
         benches[window] = Bench(bench.pool, window)
@@ -189,7 +192,7 @@ async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[in
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
-    """Run the comparisons that are asked for. Returns whether all bars are met."""
+    """Run the comparisons that the command line names. Returns whether all bars are met."""
     only, num_rounds = arguments.only, arguments.rounds
     sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else None
     is_met = True

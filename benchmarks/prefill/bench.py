@@ -1,6 +1,6 @@
 """One prefill worker on a real messenger process, and another instance that holds prefixes.
 
-Owns: processes, the model, one timed prefill. Does not know: what is compared.
+Owns: processes, the model, one timed prefill. Does not know: the comparison.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ LAYOUT = SETUP.layout
 
 
 class NoTransfers(LayerTransfers):
-    """The transfers of a prefill without any: nothing is loaded, stored or committed."""
+    """The transfers of a prefill that loads, stores and commits nothing."""
 
     def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
         return None
@@ -79,7 +79,7 @@ class NoTransfers(LayerTransfers):
 
 
 class Throttled:
-    """Copies whose stores take `seconds_per_copy` for one layer of one block."""
+    """Copies whose stores are throttled: one layer of one block takes `seconds_per_copy`."""
 
     def __init__(self, copies: LayerCopies, seconds_per_copy: float) -> None:
         self._copies, self._seconds_per_copy = copies, seconds_per_copy
@@ -92,7 +92,7 @@ class Throttled:
         return self._copies.stage(layer, blocks, computed)
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
-        # From when the last one was due, if that is near: a sleep that was too long is made up for.
+        # Count from the last copy's due time if that is near, to make up for a sleep that was too long.
         now_s = time.perf_counter()
         start_s = self._due_s if now_s - self._due_s < _CATCH_UP_S else now_s
         self._due_s = start_s + len(blocks) * self._seconds_per_copy
@@ -108,7 +108,7 @@ class Throttled:
 
 
 class Instance:
-    """A messenger process and the worker's end of it."""
+    """A messenger process, to which a worker's client can connect."""
 
     def __init__(self, folder: Path, name: str, key: ClusterKey, setup: Setup = SETUP) -> None:
         socket_path = str(folder / f"{name}.sock")
@@ -149,10 +149,10 @@ class Instance:
 
 
 class Bench:
-    """Prefills one prompt after the other, each timed from its order to its first token."""
+    """Prefills one prompt after the other. Each is timed from its order to its first token."""
 
     def __init__(self, pool: WorkerClient, window: int | None = None, setup: Setup = SETUP) -> None:
-        """Load the model. `window`: layers for which the device has memory at a time; None for all."""
+        """Make the model. `window`: the number of layers for which the device has memory; None for all."""
         self.pool, self._setup = pool, setup
         spec, dtype, device = setup.spec, TORCH_DTYPES[setup.dtype], torch.device(setup.device)
         model = DecoderModel(spec, range(spec.num_layers), dtype, device)
@@ -165,7 +165,7 @@ class Bench:
         self._generator = torch.Generator().manual_seed(0)
 
     def new_prompt(self, num_tokens: int) -> list[int]:
-        """Return a prompt of which no pool has a block."""
+        """Return a prompt of which no pool holds a block."""
         tokens: list[int] = torch.randint(
             min(1000, self._setup.spec.vocab_size // 2),
             min(40000, self._setup.spec.vocab_size),
@@ -175,7 +175,7 @@ class Bench:
         return tokens
 
     def transfers(self, *, overlap: bool = True, seconds_per_copy: float | None = None) -> LayerTransfers:
-        """Return transfers as a worker has them, or with slow stores."""
+        """Return a worker's transfers, with throttled stores if `seconds_per_copy` is given."""
         copies = copies_for(self._executor.kv, self.pool.segment)
         if seconds_per_copy is not None:
             copies = Throttled(copies, seconds_per_copy)
@@ -192,7 +192,7 @@ class Bench:
         source: PrefixSource | None = None,
         num_cached_tokens: int = 0,
     ) -> float:
-        """Return the seconds of one prefill. Raises RuntimeError if another number of tokens was reused."""
+        """Return the seconds of one prefill. Raises RuntimeError unless `num_cached_tokens` were reused."""
         [elapsed_s] = await self.prefills_s(
             [tokens], transfers, source=source, num_cached_tokens=num_cached_tokens
         )
@@ -208,9 +208,9 @@ class Bench:
     ) -> list[float]:
         """Return the seconds of each prompt, one after the other.
 
-        The first one starts the threads of `transfers`, which end with the last one.
+        The threads of `transfers` start with the first prompt, and end with the last.
 
-        Raises RuntimeError if another number of tokens was reused.
+        Raises RuntimeError unless each prompt reused `num_cached_tokens`.
         """
         answers: asyncio.Queue[Prefilled | WorkFailed] = asyncio.Queue()
         times_s = []
@@ -244,7 +244,7 @@ def keys_of(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[BlockKey]:
 
 
 async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
-    """Seal the first blocks of a prompt in a pool, with the present content of their pages."""
+    """Seal the first blocks of a prompt in a pool, with the bytes that their pages have now."""
     reservation = await pool.reserve(keys_of(tokens)[:num_blocks], 0)
     for block in reservation.blocks:
         packed = layer_checksums(pool.segment.page_view(block.page), LAYOUT.layer_bytes)
@@ -259,7 +259,7 @@ async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
 
 @contextlib.asynccontextmanager
 async def instances(setup: Setup = SETUP) -> AsyncIterator[tuple[WorkerClient, WorkerClient]]:
-    """Make a context with the workers' ends of two pools."""
+    """Make a context with two pools, and yield the workers' clients of both."""
     key = ClusterKey.generate()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         ours, other = (Instance(Path(folder), name, key, setup) for name in ("p", "holder"))

@@ -1,6 +1,6 @@
-"""Prefill instances as `mooncake-serve` runs them, each stage on one core, ordered by a Conductor.
+"""Prefill instances as `mooncake-serve` runs them, each stage on one core, under a simple Conductor.
 
-Owns: processes, one timed prefill. Does not know: what is compared.
+Owns: processes, one timed prefill. Does not know: the comparison.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ START_DEADLINE_S = 120.0
 
 
 class Instance:
-    """One prefill instance of some stages, which has registered."""
+    """A registered prefill instance of one or several stages."""
 
     def __init__(self, register: Register, identity: bytes) -> None:
         self.register, self.identity = register, identity
 
 
 class Rig:
-    """A Conductor without policy. `instances` are by their number of stages."""
+    """A Conductor without policy. `instances` has each instance by its number of stages."""
 
     def __init__(self, folder: Path) -> None:
         self.key = ClusterKey.generate()
@@ -70,7 +70,7 @@ class Rig:
                     self._answer.set_result(message)
 
     async def prefill_s(self, num_stages: int, tokens: list[int]) -> float:
-        """Return the seconds from the order to the first token. Raises RuntimeError if it fails."""
+        """Return the seconds from the order to the first token. Raises RuntimeError if the prefill fails."""
         instance = self.instances[num_stages]
         self._num_orders += 1
         ref = Ref(1, f"b{self._num_orders}", 1)
@@ -87,7 +87,7 @@ class Rig:
         return elapsed_s
 
     async def joined(self, num_instances: int) -> None:
-        """Wait until that many instances have registered."""
+        """Wait until `num_instances` instances have registered."""
         async with asyncio.timeout(START_DEADLINE_S):
             while len(self.instances) < num_instances:
                 self._joined.clear()
@@ -98,7 +98,7 @@ class Rig:
 
 
 def start(spec: ChildSpec, rig: Rig, core: int) -> subprocess.Popen[bytes]:
-    """Start the process of a stage, on one core."""
+    """Start the process of a stage on one core."""
     module = "benchmarks.prefill.traced_worker" if spec.module == "workers.process.service" else spec.module
     process = subprocess.Popen(
         [sys.executable, "-m", module],
@@ -133,7 +133,10 @@ def config_of(rig: Rig, num_stages: int, chunks: str) -> Config:
 
 @contextlib.asynccontextmanager
 async def rig_of(all_num_stages: list[int], chunks: str) -> AsyncIterator[Rig]:
-    """Make a context with an instance for each number of stages, all ready. Stage s of each is on core s."""
+    """Make a context with an instance for each number of stages. All instances are ready.
+
+    Stage s of each instance is on core s.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))

@@ -1,4 +1,4 @@
-"""The computation of a prefill alone on one core: our engine beside vLLM's build for CPUs, offline.
+"""The computation of a prefill alone on one core: our engine, and vLLM's build for CPUs without a server.
 
 Owns: our side, the comparison, its table and bar. Does not know: how the peer is installed and run.
 """
@@ -37,7 +37,7 @@ class Side(Protocol):
 
 
 class Engine:
-    """Our engine: the default model, computed chunk by chunk as in a worker, on the calling thread."""
+    """Our engine with the default model. It computes chunk by chunk like a worker, on the calling thread."""
 
     def __init__(self, most_tokens: int) -> None:
         checkpoint = open_checkpoint(None)
@@ -65,7 +65,7 @@ class Engine:
 
 @contextlib.contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """Bind this thread, and all threads that it starts, to a core."""
+    """Bind this thread, and all threads that it starts, to one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -77,7 +77,7 @@ def on_core(core: int) -> Iterator[None]:
 def beside_vllm(num_rounds: int, sizes: Sequence[int], home: Path) -> bool:
     """Compare both engines. Returns whether the bar is met. Raises PeerError.
 
-    Both compute on the same core, in turn. The process of vLLM that only passes prompts on may use others.
+    Both compute on the same core, in turn. vLLM's process that only passes prompts on may use other cores.
     """
     core = min(os.sched_getaffinity(0))
     peer = VllmCpu(home, str(core))

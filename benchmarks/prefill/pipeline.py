@@ -1,4 +1,4 @@
-"""Pipelines of stages against one stage, one core each.
+"""Pipelines of several stages, compared with one stage. Each stage has one core.
 
 Owns: the comparison, its table, bars and timeline. Does not know: how a prefill is run.
 """
@@ -17,11 +17,11 @@ MIN_SPEEDUP = {4096: 1.7, 8160: 1.8}
 MIN_OF_BOUND = 0.92
 MAX_EXTRA, SHORT = 0.03, 128
 SHORT_ROUNDS = 40
-"""Prompts of `SHORT` tokens in each round, as each takes little time."""
+"""The number of prompts of `SHORT` tokens in each round. It is large, as each prompt takes little time."""
 
 
 class Measured:
-    """Seconds by number of stages, and the passes of the last prompt of each."""
+    """The seconds of prefills by number of stages, and the passes of the last prompt of each."""
 
     def __init__(self) -> None:
         self.times: defaultdict[int, list[float]] = defaultdict(list)
@@ -32,7 +32,7 @@ class Measured:
 
 
 async def measure_size(rig: Rig, num_tokens: int, num_rounds: int, rng: random.Random) -> Measured:
-    """Measure one stage and several in turn."""
+    """Measure one stage and several stages in turn, with prompts of one size."""
     measured = Measured()
     for number in range(num_rounds * (SHORT_ROUNDS if num_tokens == SHORT else 1)):
         order = sorted(rig.instances, reverse=bool(number % 2))

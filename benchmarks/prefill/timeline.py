@@ -1,6 +1,6 @@
-"""The times of stages and chunks: as a Chrome trace (ui.perfetto.dev shows it) and as a picture.
+"""The times of stages and chunks, as a Chrome trace (shown by ui.perfetto.dev) and as a picture.
 
-Owns: the two formats. Does not know: how it was measured.
+Owns: the two formats. Does not know: how times are measured.
 """
 
 import json
@@ -12,19 +12,21 @@ from matplotlib.figure import Figure
 
 
 class Computed(NamedTuple):
-    """One pass of one stage. Times in seconds of one clock."""
+    """One pass of one stage. All times are seconds of one clock."""
 
     stage: int
     start: int
-    """Position of the chunk's first token."""
+    """The position of the chunk's first token."""
     num_tokens: int
     begin_s: float
     end_s: float
 
 
 def passes_of(lines: Sequence[str]) -> list[Computed]:
-    """Return the passes that traced workers have recorded, in order of time. Stages are numbered by their
-    layers."""
+    """Return the passes that traced workers have recorded, in order of time.
+
+    Stages are numbered in the order of their layers.
+    """
     found = [json.loads(line) for line in lines]
     first_layers = sorted({told["first_layer"] for told in found})
     passes = [
@@ -37,7 +39,7 @@ def passes_of(lines: Sequence[str]) -> list[Computed]:
 
 
 def write_chrome_trace(passes: Sequence[Computed], path: Path) -> None:
-    """Write a Chrome trace with one row for each stage, in microseconds from the first pass on."""
+    """Write a Chrome trace with one row for each stage. Times are in microseconds since the first pass."""
     origin_s = passes[0].begin_s
     events: list[dict[str, object]] = [
         {
@@ -58,8 +60,10 @@ def write_chrome_trace(passes: Sequence[Computed], path: Path) -> None:
 
 
 def draw(passes: Sequence[Computed], title: str, path: Path) -> None:
-    """Draw one row for each stage, with one bar for each pass and its number of tokens. The suffix of `path`
-    is the format."""
+    """Draw one row for each stage, with a bar for each pass and its number of tokens.
+
+    The suffix of `path` chooses the format.
+    """
     origin_s = passes[0].begin_s
     num_stages = 1 + max(p.stage for p in passes)
     figure = Figure(figsize=(11, 0.8 + 0.55 * num_stages), layout="constrained")

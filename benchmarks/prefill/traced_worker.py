@@ -1,7 +1,8 @@
-"""A worker that records its passes and their times: a JSON line each, in the file that `BENCH_TRACE` names.
-Otherwise it is the product's.
+"""A worker of the product that also records the times of its passes.
 
-Owns: the stopwatch. Does not know: what is compared.
+It writes a JSON line for each pass, to the file that the variable `BENCH_TRACE` names.
+
+Owns: the stopwatch. Does not know: the comparison.
 """
 
 import json
@@ -23,7 +24,7 @@ TRACE_VARIABLE = "BENCH_TRACE"
 
 
 class TracedExecutor(Executor):
-    """Executor that traces passes, by the machine's monotonic clock, the same in all processes."""
+    """An executor that records its passes by the machine's monotonic clock, which all processes share."""
 
     def prefill(
         self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None
