@@ -1,1 +1,1 @@
-"""The papers' published results beside this system's in the simulator."""
+"""The results that papers published, compared with those of this system in the simulator."""

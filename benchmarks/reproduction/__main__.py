@@ -1,10 +1,10 @@
-"""`make reproduce`: runs the experiments and writes docs/reproduction.md.
+"""The program of `make reproduce`: it runs the experiments and writes docs/reproduction.md.
 
     .venv/bin/python -m benchmarks.reproduction TRACE.jsonl.gz [--only scheduling,overload]
 
 The page is always made by one run of all experiments. With `--only` the findings are printed instead. The
-exit code is 1 if an experiment has failed; the others are run nevertheless, and the page names those that
-failed.
+exit code is 1 if an experiment has failed. All other experiments are run nevertheless, and the page names the
+failed ones.
 """
 
 import argparse
@@ -93,9 +93,9 @@ def main() -> None:
 
 
 def run_all(chosen: Sequence[Experiment], trace: Trace, folder: Path, num_processes: int) -> dict[str, Found]:
-    """Run the experiments, the longest first, and return their findings by name.
+    """Run the experiments, longest first, and return their findings by name.
 
-    An experiment that fails is reported and left out. Pictures are written to `folder`.
+    An experiment that fails is reported on stderr and left out. Pictures are written to `folder`.
     """
     found: dict[str, Found] = {}
     longest_first = sorted(chosen, key=lambda experiment: -experiment.cost)
@@ -118,7 +118,7 @@ def run_all(chosen: Sequence[Experiment], trace: Trace, folder: Path, num_proces
 
 
 def _collect_rarely() -> None:
-    """Collect garbage less often, which otherwise takes a sixth of the time of a simulation."""
+    """Collect garbage less often. By default this takes a sixth of the time of a simulation."""
     gc.set_threshold(1_000_000, 20, 100)
 
 
@@ -131,7 +131,7 @@ def run_one(name: str, trace: Trace, folder: Path) -> Found:
 
 
 def _machine() -> str:
-    """Return the machine's name for people."""
+    """Return a description of the machine for the page."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.machine()

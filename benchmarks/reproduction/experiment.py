@@ -1,5 +1,4 @@
-"""The form of an experiment: a table of published values beside ours, and a remark that says where they
-differ and why.
+"""The form of an experiment: tables of published values and ours, and a remark about their differences.
 
 Owns: the vocabulary, and how an experiment is written down. Does not know: any experiment.
 """
@@ -17,14 +16,14 @@ from benchmarks.tools.traces.replay import TICK_S, at_speed, jittered
 from benchmarks.tools.traces.request import TraceRequest
 
 SWEEP_REQUESTS = 3000
-"""The number of first requests of the trace that stand for the whole trace where many loads are compared."""
+"""The number of the trace's first requests that stand for the whole trace if many loads are compared."""
 SEED = 0
 
 Cell = str | float | None
 
 
 class Table(msgspec.Struct, frozen=True):
-    """A table. Numbers are shown with three digits, None (where nothing was published) as an empty cell."""
+    """A table. Numbers are shown with three digits. None is an empty cell: nothing was published."""
 
     header: list[str]
     rows: list[list[Cell]]
@@ -45,26 +44,26 @@ def _shown(cell: Cell) -> str:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The findings of an experiment."""
+    """The findings of an experiment: its tables and pictures."""
 
     tables: list[Table]
     pictures: list[str] = []
-    """Names of the written files in the experiment's folder."""
+    """The names of the files that were written to the experiment's folder."""
 
 
 def text_of(setup: Setup) -> str:
-    """Return instances and model as text, for settings."""
+    """Return the text for settings that names instances and model."""
     return f"{setup.name}, {setup.model}"
 
 
 def number(cell: Cell) -> float:
-    """Return the number of a cell that has one."""
+    """Return the number in a cell, which must have one."""
     assert isinstance(cell, int | float)
     return float(cell)
 
 
 def always(text: str) -> Callable[[Outcome], str]:
-    """Return a function that makes a remark without figures, which no other run could change."""
+    """Return a function that makes a constant remark. It has no figures that another run could change."""
     return lambda outcome: text
 
 
@@ -77,23 +76,24 @@ class Trace:
     def load(
         self, speed: float = 1.0, num_requests: int | None = None, seed: int = SEED
     ) -> Iterator[TraceRequest]:
-        """Yield the trace's first requests, each at a time within its tick of the trace's clock that `seed`
-        draws."""
+        """Yield the trace's first requests. `seed` draws each arrival within its tick of the clock."""
         requests = islice(jittered(TraceFile(self.path), TICK_S, seed), num_requests)
         return at_speed(requests, speed)
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """An experiment. `run(trace, folder)` may write pictures into the folder. `remark` is made from the
-    findings, so that it is true of the figures beside it."""
+    """An experiment. `run(trace, folder)` may write pictures into the folder.
+
+    `remark` is made from the findings, so that it is true of the figures.
+    """
 
     name: str
     title: str
     published: str
-    """The place of publication, and the result in a sentence."""
+    """The place of publication, and the published result in a sentence."""
     setting: str
     remark: Callable[[Outcome], str]
     run: Callable[[Trace, Path], Outcome]
     cost: float = 1.0
-    """The cost relative to other experiments. The longest experiment begins first."""
+    """The cost relative to other experiments. The most costly experiment begins first."""

@@ -1,6 +1,6 @@
-"""The page docs/reproduction.md, made of the findings of one run.
+"""The page docs/reproduction.md, made from the findings of one run.
 
-Owns: the page. Does not know: how anything was found.
+Owns: the page. Does not know: the experiments.
 """
 
 import shutil
@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.reproduction.experiment import Experiment, Outcome
 
 PICTURES = "reproduction"
-"""The folder of the pictures, beside the page."""
+"""The folder of the pictures, in the page's folder."""
 
 _HEAD = """\
 # Published results, reproduced
@@ -49,14 +49,14 @@ _NOT_REPRODUCED = """\
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The findings of one experiment, and its seconds."""
+    """The findings of one experiment, and the seconds that it took."""
 
     outcome: Outcome
     seconds: float
 
 
 class Run(msgspec.Struct, frozen=True):
-    """All experiments of a page together."""
+    """The facts of the run that made a page."""
 
     trace: str
     date: str
@@ -68,7 +68,7 @@ class Run(msgspec.Struct, frozen=True):
 def write_page(
     experiments: Sequence[Experiment], found: Mapping[str, Found], run: Run, results: Path, page: Path
 ) -> None:
-    """Write the page. Failed experiments are only named. Pictures are taken from `results`."""
+    """Write the page. Failed experiments are only named on it. Pictures are copied from `results`."""
     parts = [_HEAD, _stamp(run)]
     if failed := [f"`{experiment.name}`" for experiment in experiments if experiment.name not in found]:
         parts.append(f"**Failed in this run: {', '.join(failed)}.**\n")

@@ -1,1 +1,1 @@
-"""The experiments, each with the figures that a paper published."""
+"""The experiments. Each has the figures that a paper published."""

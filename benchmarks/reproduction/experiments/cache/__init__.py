@@ -1,1 +1,1 @@
-"""Experiments about the pool: hits by capacity and policy, the worth of hits, and the use of memory."""
+"""Experiments about the pool: hits by capacity and policy, the gain by hits, and the use of memory."""

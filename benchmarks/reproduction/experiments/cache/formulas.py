@@ -1,5 +1,4 @@
-"""Results that need no trace: costs of single prompts and batches, the bandwidth at which reuse pays, and the
-occupancy of memory."""
+"""Results that need no trace: costs of prompts and batches, bandwidth for reuse, occupancy of memory."""
 
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from conductor.performance.model import overlapped_s
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 2048
-"""Tokens of each request of a batch in Figure 2."""
+"""The tokens of each request of a batch in Figure 2."""
 LONG, HIT = 131_072, 0.95
 PREFIX = 8192
 CHUNK, RUNNING = 2048, 32
@@ -27,7 +26,7 @@ _A800 = Roofline(MODELS["llama2-70b"], HARDWARE["a800"])
 
 
 def run_shapes(trace: Trace, folder: Path) -> Outcome:
-    """Compute Figure 2: latency and throughput, normalized to the first of each."""
+    """Compute Figure 2: latency and throughput, each divided by its first value."""
     prefills = [_A800.iteration_s([PromptShare(length, 0)], 0) for length in LENGTHS]
     steps = [_A800.iteration_s((), batch) + batch * CONTEXT * _A800.kv_token_s for batch in BATCHES]
     return Outcome(
@@ -47,10 +46,10 @@ def _normalized(what: str, sizes: tuple[int, ...], seconds: list[float]) -> Tabl
 
 
 def needed_bytes_per_s(model: ModelCard, hardware: HardwareCard, prefix: int) -> float:
-    """Return the bandwidth from which reuse pays: the prefix's KVCache divided by the time of computing it at
-    peak.
+    """Return the bandwidth from which on reuse pays.
 
-    FAST'25: B / G > 2 d s / (gqa (a p d + b d^2)), with G the peak, a = 4, b = 22, s bytes an element.
+    It is the prefix's KVCache divided by the time to compute the prefix at peak. FAST'25: B / G > 2 d s /
+    (gqa (a p d + b d^2)), where G is the peak, a = 4, b = 22, and s the bytes of an element.
     """
     gqa = model.num_heads / model.num_kv_heads
     d, s = model.hidden, 2
@@ -58,7 +57,7 @@ def needed_bytes_per_s(model: ModelCard, hardware: HardwareCard, prefix: int) ->
 
 
 def run_reuse(trace: Trace, folder: Path) -> Outcome:
-    """Show when fetching is quicker than computing, and what a long prefix saves."""
+    """Compute when fetching is quicker than computing, and the time that a long prefix saves."""
     model = MODELS["llama3-70b"]
     rows: list[list[str | float | None]] = [
         [
@@ -82,8 +81,10 @@ def run_reuse(trace: Trace, folder: Path) -> Outcome:
 
 
 def _banaserve_layer() -> list[list[str | float | None]]:
-    """Compute equation 17 of BanaServe for a layer of Llama-3.1-8B and 1,000 tokens, of which half are
-    cached."""
+    """Compute equation 17 of BanaServe for a layer of Llama-3.1-8B.
+
+    The prompt has 1,000 tokens, of which half are cached.
+    """
     model, card = MODELS["llama-3.1-8b"], HARDWARE["a100"].with_gpus(1)
     compute_s = Roofline(model, card).iteration_s([PromptShare(500, 500)], 0) / model.num_layers
     transfer_s = 500 * model.kv_bytes_per_token / model.num_layers / (200 * GBPS)
@@ -95,7 +96,7 @@ def _banaserve_layer() -> list[list[str | float | None]]:
 
 
 def run_occupancy(trace: Trace, folder: Path) -> Outcome:
-    """Compute section 5.2: bytes of device memory times seconds, for one prompt's KVCache."""
+    """Compute section 5.2: bytes of device memory times seconds for one prompt's KVCache."""
     model, card = MODELS["llama2-70b"], HARDWARE["a800"]
     pcie_bytes_per_s = card.pcie_bytes_per_s * STATED.pcie
     rows: list[list[str | float | None]] = []
@@ -103,9 +104,9 @@ def run_occupancy(trace: Trace, folder: Path) -> Outcome:
         num_bytes = length * model.kv_bytes_per_token
         compute_s = _A800.iteration_s([PromptShare(length, 0)], 0)
         copy_s = num_bytes / pcie_bytes_per_s
-        # A layer leaves when it has been computed: on average half of a layer is there, one at a time.
+        # A layer leaves when it has been computed: on average half of one layer is in memory.
         layerwise = num_bytes / model.num_layers * (compute_s + copy_s / model.num_layers)
-        # Else the layers gather until the last one has been computed.
+        # Stored at the end, the layers gather until the last one has been computed.
         whole = num_bytes * (compute_s / 2 + copy_s)
         starts = range(0, length, CHUNK)
         inlined_s = [

@@ -1,4 +1,4 @@
-"""Hit rate of one pool by policy and capacity: Mooncake, Table 1 (arXiv) and Figure 9 (FAST'25)."""
+"""The hit rate of one pool by policy and capacity: Mooncake, Table 1 (arXiv) and Figure 9 (FAST'25)."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ PUBLISHED = {
     EvictionPolicy.LENGTH_AWARE: (0.50, 0.48, 0.42, 0.35, 0.30),
 }
 CAPACITIES_M = (3, 10, 50)
-"""Capacities in millions of tokens."""
+"""The capacities of the second table, in millions of tokens."""
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each policy and capacity: two rows a policy."""
+    """Simulate each policy and capacity. The first table has two rows for each policy."""
     prompts = read_trace(trace.path)
     most = 2 * len({key for prompt in prompts for key in prompt.keys})
     unlimited = replay(prompts, EvictionPolicy.LRU, most).blocks
@@ -40,7 +40,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def remark(outcome: Outcome) -> str:
-    """Return where the order is the published one."""
+    """Return the remark: at which capacities the policies have the published order."""
     rows = {str(row[0]): row for row in outcome.tables[0].rows}
     ours = [rows[f"{policy}, ours"] for policy in PUBLISHED]
     same = [

@@ -1,5 +1,7 @@
-"""The three-stage pipeline of layers (fetch, compute, store), and the bandwidth from which on it hides
-transfers (BanaServe, section 4.2, equations 12 to 17)."""
+"""The pipeline of layers (fetch, compute, store), and the bandwidth from which on it hides transfers.
+
+These are equations 12 to 17 of BanaServe, section 4.2.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -14,22 +16,27 @@ CACHED = (0.25, 0.5, 0.75, 0.9, 0.97)
 DEVICES = (("llama-3.1-8b", "a100", 1), ("llama-13b", "a100", 1), ("llama3-70b", "a800", 8))
 PAPER_GBPS = 200.0
 MEASURED_S = {1024: 0.714, 2048: 1.692, 4096: 4.650, 8160: 13.857}
-"""Measured seconds of computing half of that many tokens behind the other half (docs/benchmarks.md,
-"Prefill")."""
+"""Measured seconds to compute the second half of a prompt of so many tokens, after a cached first half.
+
+They are from docs/benchmarks.md, "Prefill".
+"""
 SMOLLM2_LAYERS, SMOLLM2_LAYER_BYTES = 30, 3 * 64 * 2 * 2
-"""Layers of SmolLM2-135M, and bytes of a token's KVCache in one (equation 15)."""
+"""The layers of SmolLM2-135M, and the bytes of a token's KVCache in one layer (equation 15)."""
 SLOW_S = {
     1024: (1.229, 1.265, 2.525),
     2048: (2.887, 2.915, 5.859),
     4096: (7.328, 7.393, 15.082),
     8160: (21.071, 21.093, 42.326),
 }
-"""Measured seconds of that many tokens: computation alone, and with stores that take as long, in the pipeline
-and after the computation (from the same page)."""
+"""Measured seconds for prompts of so many tokens, from docs/benchmarks.md.
+
+The three values are the computation alone, and the computation with stores that take the same time: in the
+pipeline, and after the computation.
+"""
 
 
 class Layer(NamedTuple):
-    """One layer of a prefill: seconds of computing, and bytes of KVCache that are fetched and stored."""
+    """One layer of a prefill: the seconds to compute it, and the bytes that are fetched and stored."""
 
     compute_s: float
     fetched_bytes: float
@@ -37,15 +44,15 @@ class Layer(NamedTuple):
 
     @property
     def needed_bytes_per_s(self) -> float:
-        """The bandwidth of either direction at which T_KV = T_F,layer. Both are used at the same time."""
+        """The bandwidth of one direction at which T_KV = T_F,layer. Both directions work at the same time."""
         return max(self.fetched_bytes, self.stored_bytes) / self.compute_s
 
 
 def layer_of(model: str, hardware: str, num_gpus: int, num_tokens: int, num_cached: int) -> Layer:
-    """Return a layer by roofline, of a prompt of which `num_cached` tokens are cached.
+    """Return one layer by roofline, of a prompt with `num_cached` cached tokens.
 
-    Equation 12 multiplies the time of the whole forward pass by the hit rate r; here the 1 - r that is new is
-    computed behind the cached tokens, which at the paper's r = 0.5 is nearly the same.
+    Equation 12 multiplies the time of the whole forward pass by the hit rate r. Here the new part, 1 - r, is
+    computed after the cached tokens. At the paper's r = 0.5 both are nearly equal.
     """
     card, devices = MODELS[model], HARDWARE[hardware].with_gpus(num_gpus)
     num_new = num_tokens - num_cached
@@ -55,13 +62,13 @@ def layer_of(model: str, hardware: str, num_gpus: int, num_tokens: int, num_cach
 
 
 def measured_layer(num_tokens: int) -> Layer:
-    """Return a layer of our worker on a CPU core, half of the prompt cached."""
+    """Return a layer of our worker on a CPU core, for a prompt of which half is cached."""
     num_bytes = num_tokens / 2 * SMOLLM2_LAYER_BYTES
     return Layer(MEASURED_S[num_tokens] / SMOLLM2_LAYERS, num_bytes, num_bytes)
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Return needed bandwidths by roofline and as measured, then what shows at the crossover."""
+    """Return three tables: needed bandwidth by roofline and as measured, and the time at the crossover."""
     rows: list[list[Cell]] = []
     for model, hardware, num_gpus in DEVICES:
         for num_tokens in LENGTHS:
@@ -80,8 +87,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _shown() -> Table:
-    """Return the time of a pass whose transfers take as long as the computation, divided by that of the
-    computation."""
+    """Return the time of a pass whose transfers take the time of the computation, relative to the latter."""
     rows: list[list[Cell]] = []
     for num_tokens, (alone_s, pipeline_s, after_s) in SLOW_S.items():
         predicted = overlapped_s(alone_s, alone_s, SMOLLM2_LAYERS) / alone_s
@@ -91,7 +97,7 @@ def _shown() -> Table:
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the sentences about the crossover."""
+    """Return the remark about the crossover."""
     needed, measured, shown = (table.rows for table in outcome.tables)
     of = {(str(row[0]).split(",")[0], str(row[1])): row for row in needed}
     small, large = of["llama-3.1-8b", "4,096"], of["llama-3.1-8b", "131,072"]

@@ -1,4 +1,4 @@
-"""A global against a local pool, network bandwidth, and the best division of nodes: Mooncake (FAST'25)."""
+"""A global and a local pool, network bandwidth, and the best division of nodes: Mooncake (FAST'25)."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def run_global(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_bandwidth(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each bandwidth: a row each."""
+    """Simulate each bandwidth. The table has one row for each."""
     rows: list[list[str | float | None]] = []
     for nic_gbps in NIC_GBPS:
         setup = Setup(num_prefill=8, num_decode=8, nic_gbps=nic_gbps)
@@ -48,7 +48,7 @@ def run_bandwidth(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_ratio(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each division of the nodes: a row each."""
+    """Simulate each division of the nodes. The table has one row for each."""
     rows: list[list[str | float | None]] = []
     for num_prefill in PREFILLS:
         setup = Setup(

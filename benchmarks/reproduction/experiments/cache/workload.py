@@ -1,4 +1,4 @@
-"""Lengths of requests and hits of blocks in a trace: Mooncake (arXiv), section 4, Figures 5 and 6."""
+"""The lengths of requests and the hits of blocks in a trace: Mooncake (arXiv), section 4, Figures 5 and 6."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -11,13 +11,13 @@ from benchmarks.tools.traces.reading import TraceFile
 from benchmarks.tools.traces.request import TraceRequest
 
 PUBLISHED_INPUT, PUBLISHED_OUTPUT = 7590.0, 182.0
-"""Means in tokens of the arXiv version's trace."""
+"""The means of prompts and answers in tokens, in the trace of the arXiv version."""
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 PICTURE = "workload.svg"
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Return means and quantiles of lengths, shares of blocks by hits, and a picture of both."""
+    """Return means and quantiles of lengths, shares of blocks by hits, and a picture of lengths and hits."""
     requests = list(TraceFile(trace.path))
     inputs = sorted(request.num_input_tokens for request in requests)
     outputs = sorted(request.num_output_tokens for request in requests)
@@ -49,8 +49,10 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    """Return for each different block the number of requests after the first one that have it: its hits in an
-    unlimited pool."""
+    """Return the hits of each different block in an unlimited pool.
+
+    They are the number of requests after the first one that have the block.
+    """
     num_requests = Counter(block for request in requests for block in request.hash_ids)
     return [num - 1 for num in num_requests.values()]
 
@@ -64,7 +66,10 @@ def _percent(share: float) -> str:
 
 
 def _draw(inputs: Sequence[int], outputs: Sequence[int], hits: Sequence[int], path: Path) -> None:
-    """Draw the distributions of lengths, and the CDF of hits, whose axis begins at 1: most have none."""
+    """Draw the distributions of lengths and the CDF of hits.
+
+    The axis of hits is logarithmic, so blocks without hits are at its left end.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")
@@ -88,7 +93,7 @@ def _draw(inputs: Sequence[int], outputs: Sequence[int], hits: Sequence[int], pa
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the remark about likeness to the published trace, and differences."""
+    """Return the remark about similarities to the published trace, and differences."""
     (prompt, answer), blocks = outcome.tables[0].rows, outcome.tables[1].rows
     return (
         "Another hour than the published one: prompts are"

@@ -1,1 +1,1 @@
-"""Experiments about prefill and decode on separate or on the same instances, and the numbers of instances."""
+"""Experiments about prefill and decode on separate or shared instances, and the numbers of instances."""

@@ -1,5 +1,4 @@
-"""Disaggregated against coupled clusters: Mooncake, section 8.1.3 (arXiv), and the effective capacity of
-FAST'25."""
+"""Disaggregated and coupled clusters: Mooncake, section 8.1.3 (arXiv), and effective capacity (FAST'25)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ TTFT_SLO_S = 30.0
 CHUNK = 2048
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 6.0)
 ATTAINMENT = 0.9
-"""The share of requests that must be effective for a cluster to count as good enough."""
+"""The share of requests that must be effective, so that a cluster counts as good enough."""
 PUBLISHED_GAINS = {0.1: 498, 0.2: 157, 0.3: 59}
 
 
 def systems(num_nodes: int, model: str) -> list[Setup]:
-    """Return the systems with equally many nodes."""
+    """Return the systems that are compared. All have the same number of nodes."""
     half = num_nodes // 2
     base = Setup(model=model, ttft_slo_s=TTFT_SLO_S, rejects=False)
     return [
@@ -33,7 +32,7 @@ def systems(num_nodes: int, model: str) -> list[Setup]:
 
 
 def run_real_workload(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each system at the trace's own speed: a row each."""
+    """Simulate each system at the trace's own speed. The table has one row for each."""
     slos = SLOs(TTFT_SLO_S, 0.1)
     drawn, rows = [], []
     for setup, published in zip(systems(20, "llama2-70b"), (1.0, 0.57, None), strict=True):
@@ -57,7 +56,7 @@ def run_real_workload(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_capacity(trace: Trace, folder: Path) -> Outcome:
-    """Find the requests a second that each cluster takes while enough of them are effective, by TBT SLO."""
+    """Find each cluster's capacity by TBT SLO: the requests a second of which enough are effective."""
     setups = systems(16, "llama3-70b")
     sweeps = [_sweep(setup, trace) for setup in setups]
     rows: list[list[str | float | None]] = []
@@ -79,8 +78,10 @@ def run_capacity(trace: Trace, folder: Path) -> Outcome:
 
 
 def _prefill_time(setups: Sequence[Setup], sweeps: Sequence[Sequence[tuple[float, Results]]]) -> Table:
-    """Return the table of the GPU time of prefills at the trace's own speed. Clusters with chunked prefill
-    are left out, as their iterations are not prefills alone."""
+    """Return the table of the GPU time of prefills at the trace's own speed.
+
+    Clusters with chunked prefill are left out, as their iterations are not prefills alone.
+    """
     ours_s, whole_s = (float(sweep[0][1]["prefill_s"].mean()) for sweep in sweeps[:2])
     ratio = f"{100 * (ours_s / whole_s - 1):+.0f}%"
     header = ["", *(setup.name for setup in setups[:2]), "difference, published", "ours"]
@@ -92,8 +93,10 @@ def _gain(ours: float, rivals: float) -> str:
 
 
 def _sweep(setup: Setup, trace: Trace) -> list[tuple[float, Results]]:
-    """Return pairs of offered requests a second and results, by speed, up to the first at which less than
-    half are served."""
+    """Return pairs of offered requests a second and results, with growing speed.
+
+    The sweep ends at the first speed at which less than half of the requests are served.
+    """
     sweep: list[tuple[float, Results]] = []
     for speed in SPEEDS:
         simulated, results = simulate(setup, trace.load(speed, SWEEP_REQUESTS))
@@ -106,8 +109,8 @@ def _sweep(setup: Setup, trace: Trace) -> list[tuple[float, Results]]:
 def capacity_per_s(sweep: Sequence[tuple[float, Results]], slos: SLOs) -> float:
     """Return the rate at which the share of effective requests falls below `ATTAINMENT`.
 
-    The rate lies between the measured ones; it is the highest measured one if the share stays above, and
-    below the lowest in proportion.
+    The rate is interpolated between the measured rates. If the share never falls so low, it is the highest
+    measured rate. Below the lowest measured rate, the share is taken to fall from 1 in proportion.
     """
     rates = [0.0, *(rate for rate, _ in sweep)]
     shares = [1.0, *(summarize(results, slos).effective_share for _, results in sweep)]

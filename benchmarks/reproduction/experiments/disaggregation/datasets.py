@@ -28,7 +28,7 @@ SYSTEMS = (
 
 
 def _simulated(num_tokens: int) -> SyntheticLoad:
-    """Return a load of prompts of which the first half is always the same."""
+    """Return a load of prompts whose first half is always the same."""
     return SyntheticLoad(1.0, (float(num_tokens),), (512.0,), shared_prefix_tokens=num_tokens // 2)
 
 
@@ -43,7 +43,7 @@ DATASETS = {
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each dataset: a row each."""
+    """Simulate each dataset. The table has one row for each."""
     rows: list[list[str | float | None]] = []
     for name, (load, published) in DATASETS.items():
         alone = _summary(SYSTEMS[0], load, LOWEST_RATE_PER_S, NUM_ALONE)
@@ -58,8 +58,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def highest_rate_per_s(setup: Setup, load: SyntheticLoad, ttft_slo_s: float, tbt_slo_s: float) -> float:
-    """Find, by bisection, the highest rate at which the 90th percentiles of TTFT and TBT are within the
-    SLOs."""
+    """Find by bisection the highest rate that meets both SLOs in the 90th percentile."""
     low, high = math.log(LOWEST_RATE_PER_S), math.log(HIGHEST_RATE_PER_S)
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -79,7 +78,7 @@ def _summary(
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the remark that says which system wins where."""
+    """Return the remark that says which system is best for which load."""
     rows = outcome.tables[0].rows
     wins = sum(number(row[3]) > max(number(row[5]), number(row[6])) for row in rows)
     more = sum(number(row[3]) > number(row[4]) for row in rows)

@@ -1,4 +1,4 @@
-"""Roles that follow the load, against the best fixed division of the same instances."""
+"""Roles that follow the load, compared with the best fixed division of the same instances."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -27,33 +27,35 @@ BASE = Setup(
 )
 OF_TRACE = Setup(model="llama3-70b", num_prefill=4, num_decode=4, ttft_slo_s=10.0, tbt_slo_s=0.05)
 TUNED_SEED, SEEDS = 1, (11, 12)
-"""The seed with which thresholds were tuned, and other seeds. Loads that rarely change use only the first of
-these."""
+"""The seed with which thresholds were tuned, and the seeds of the experiment.
+
+Loads that rarely change use only the first of the latter.
+"""
 NUM_TRACE_REQUESTS = 1500
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Requests of one kind: mean lengths of prompts and answers."""
+    """A kind of requests: the mean lengths of their prompts and answers."""
 
     num_input_tokens: int
     num_output_tokens: int
 
     def at(self, rate_per_s: float, duration_s: float) -> "Part":
-        """Return a part with that many requests of this kind a second, for a time."""
+        """Return a part of a load: `rate_per_s` requests of this kind a second, for `duration_s` seconds."""
         return Part(self, rate_per_s, duration_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A time with requests of one kind."""
+    """A part of a load: a span of time with requests of one kind."""
 
     kind: Kind
     rate_per_s: float
     duration_s: float
 
     def requests(self, seed: int) -> Iterator[TraceRequest]:
-        """Yield Poisson arrivals, with lengths that are drawn."""
+        """Yield Poisson arrivals with random lengths."""
         load = SyntheticLoad(
             self.rate_per_s, _spread(self.kind.num_input_tokens), _spread(self.kind.num_output_tokens)
         )
@@ -63,8 +65,10 @@ class Part:
 
 
 LONG_PROMPTS, LONG_ANSWERS, EVEN = Kind(4096, 128), Kind(1024, 1024), Kind(2048, 400)
-"""Kinds for which prefill takes four times the instances' time of decode, a quarter of it, and the same
-time."""
+"""Kinds of requests, by the instance time that prefill takes in relation to decode.
+
+It is four times, a quarter of, and equal to that of decode.
+"""
 
 
 def _spread(mean: int) -> Values:
@@ -72,13 +76,13 @@ def _spread(mean: int) -> Values:
 
 
 def swing(duration_s: float, num_parts: int) -> list[Part]:
-    """Return parts with long prompts and parts with long answers in turn."""
+    """Return parts with long prompts and with long answers, in turn."""
     both = LONG_PROMPTS.at(8.0, duration_s), LONG_ANSWERS.at(9.2, duration_s)
     return [part for part, _ in zip(itertools.cycle(both), range(num_parts), strict=False)]
 
 
 def growth(kind: Kind, rate_per_s: float) -> list[Part]:
-    """Return a load that grows to five times the rate within a minute, and stays so."""
+    """Return a load that grows to five times its rate within a minute, and then stays the same."""
     steps = [kind.at((1 + 4 * step / 10) * rate_per_s, 6.0) for step in range(1, 11)]
     return [kind.at(rate_per_s, 60.0), *steps, kind.at(5 * rate_per_s, 120.0)]
 
@@ -97,7 +101,7 @@ LOADS: list[tuple[str, list[Part]]] = [
 
 
 def requests_of(parts: Sequence[Part], seed: int) -> Iterator[TraceRequest]:
-    """Yield the requests of all parts in sequence. Prompts share nothing."""
+    """Yield the requests of all parts, one part after the other. No two parts share a prefix."""
     began_s = 0.0
     for index, part in enumerate(parts):
         for request in part.requests(1000 * seed + index):
@@ -107,7 +111,7 @@ def requests_of(parts: Sequence[Part], seed: int) -> Iterator[TraceRequest]:
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Simulate all loads: a row each."""
+    """Simulate all loads. The table has one row for each load and seed."""
     rows = []
     for name, parts in LOADS:
         num_steps = len(parts) if not name.startswith("growth") else 2
@@ -130,7 +134,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 def _row(
     name: str, setup: Setup, load: Callable[[], Iterator[TraceRequest]], num_parts: int | None
 ) -> list[Cell]:
-    """Compare a rebalancing cluster, which begins with an equal division, with all fixed divisions."""
+    """Compare a rebalancing cluster with all fixed divisions. It begins with equal numbers of instances."""
     num = setup.num_prefill + setup.num_decode
     fixed = [
         msgspec.structs.replace(setup, num_prefill=prefill, num_decode=num - prefill)
@@ -153,7 +157,7 @@ def _row(
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the remark about the gain by rebalancing, and the frequency of changes."""
+    """Return the remark about the gain by rebalancing, and the frequency of changes of roles."""
     rows = outcome.tables[0].rows
 
     def ratios(beginning: str) -> str:

@@ -1,5 +1,4 @@
-"""Prompts inlined by choice, compared with clusters that always transfer KVCache and clusters that never
-do."""
+"""Prompts inlined by choice, compared with clusters that always or never transfer KVCache."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +27,13 @@ LENIENT = tuple(msgspec.structs.replace(setup, ttft_slo_s=LENIENT_TTFT_S) for se
 SPEEDS, LENIENT_SPEEDS = (0.5, 1.0, 1.5, 2.0), (1.0, 2.0)
 NUM_TRACE_REQUESTS, NUM_RANDOM, NUM_REQUESTS = 1500, 10, 800
 OFFERED = 1.1
-"""The offered load of a random load, as a share of the nodes' capacity."""
+"""The offered load of a random load, as a multiple of the nodes' capacity."""
 BATCH = 60
-"""The number of requests that share an iteration, for the estimate of capacity."""
+"""The number of requests that share an iteration, in the estimate of capacity."""
 
 
 def drawn_load(seed: int) -> SyntheticLoad:
-    """Return a load with lengths, burstiness, turns and a shared prefix that are drawn, at its rate."""
+    """Return a load at its rate, with random lengths, burstiness, turns and shared prefix."""
     rng = random.Random(seed)
     num_input, num_output = 10 ** rng.uniform(2.3, 4.3), 10 ** rng.uniform(1.2, 2.8)
     load = SyntheticLoad(
@@ -55,7 +54,7 @@ def _spread(mean: float) -> tuple[float, ...]:
 
 
 def capacity_per_s(load: SyntheticLoad) -> float:
-    """Return the requests/s that the nodes can compute, if each prefix is computed once."""
+    """Return the requests a second that the nodes can compute if each prefix is computed once."""
     costs, requests = SYSTEMS[0].shape().costs, list(islice(synthesize(load, SEED), 300))
     known, seconds = set[int](), 0.0
     for request in requests:
@@ -72,7 +71,7 @@ def capacity_per_s(load: SyntheticLoad) -> float:
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Simulate all loads: a row each."""
+    """Simulate all loads. The table has one row for each."""
     of_trace = [(SYSTEMS, "", speed) for speed in SPEEDS]
     of_trace += [(LENIENT, f", TTFT within {LENIENT_TTFT_S:g} s", speed) for speed in LENIENT_SPEEDS]
     rows = [
@@ -119,7 +118,7 @@ def _effective_tokens(results: Results, setup: Setup) -> float:
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the remark about how often the choice is as good as the better of the two."""
+    """Return the remark: on how many loads the choice is equal to the better of the fixed systems."""
     rows = outcome.tables[0].rows
     ratios = [number(row[5]) for row in rows]
     num_good, worst = sum(ratio >= 0.99 for ratio in ratios), rows[ratios.index(min(ratios))]

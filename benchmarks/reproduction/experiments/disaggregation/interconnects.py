@@ -1,5 +1,7 @@
-"""KVCache transfers by interconnect, and split efficiency, after the guide `Disaggregated serving
-explained`."""
+"""KVCache transfers by interconnect, and split efficiency.
+
+The published figures are from the guide `Disaggregated serving explained`.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofl
 from conductor.performance.model import overlapped_s
 
 INTERCONNECTS = {"InfiniBand 200 Gbit/s": 25e9, "InfiniBand 400 Gbit/s": 50e9, "NVLink 4.0": 450e9}
-"""Interconnects with their bytes a second, as the guide counts them."""
+"""Interconnects with their bytes a second, in the guide's figures."""
 PUBLISHED_MS = {
     512: (6.4, 3.2, 0.36),
     2048: (25.6, 12.8, 1.4),
@@ -19,35 +21,34 @@ PUBLISHED_MS = {
 }
 PUBLISHED_EFFICIENCY = {256: 0.38, 512: 0.56, 1024: 0.72, 2048: 0.84, 4096: 0.91, 8192: 0.95}
 SLOWER = {"25 Gbit/s": 25 * GBPS, "10 Gbit/s": 10 * GBPS}
-"""Slower Ethernets with their bytes a second; the first is the guide's example of too slow an
-interconnect."""
+"""Slower Ethernets with their bytes a second. The guide names the first as too slow an interconnect."""
 
 _MODEL = MODELS["llama2-70b"]
 _COSTS = Roofline(_MODEL, HARDWARE["a100"])
 
 
 def transfer_s(num_tokens: int, bytes_per_s: float) -> float:
-    """Return the seconds of a prompt's KVCache on an idle link."""
+    """Return the seconds in which an idle link sends a prompt's KVCache."""
     return num_tokens * _MODEL.kv_bytes_per_token / bytes_per_s
 
 
 def prefill_s(num_tokens: int) -> float:
-    """Return the seconds of a prompt on an idle node."""
+    """Return the seconds in which an idle node computes a prompt."""
     return _COSTS.iteration_s([PromptShare(num_tokens, 0)], 0)
 
 
 def shown_s(num_tokens: int, bytes_per_s: float) -> float:
-    """Return the visible seconds of a transfer after prefill has ended, if each layer is sent once computed.
+    """Return the seconds that a transfer takes after the end of prefill if each layer is sent once computed.
 
-    The link is idle until the first layer has been computed. From then on layers follow at the speed of the
-    slower of computing and sending (Mooncake, section 5.2).
+    The link is idle until the first layer has been computed. Then layers follow at the speed of computing or
+    of sending, whichever is slower (Mooncake, section 5.2).
     """
     compute_s = prefill_s(num_tokens)
     return overlapped_s(compute_s, transfer_s(num_tokens, bytes_per_s), _MODEL.num_layers) - compute_s
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Compute transfer times, then split efficiencies."""
+    """Compute transfer times and split efficiencies."""
     rows: list[list[Cell]] = []
     for num_tokens, published_ms in PUBLISHED_MS.items():
         row: list[Cell] = [f"{num_tokens:,}"]
@@ -61,8 +62,10 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _efficiencies() -> Table:
-    """Return the split efficiencies, prefill time / (prefill + transfer), for transfers after prefill and by
-    layer."""
+    """Return the split efficiencies: prefill time / (prefill + transfer time).
+
+    The transfer follows prefill, or is made layer by layer.
+    """
     links = {"200 Gbit/s": INTERCONNECTS["InfiniBand 200 Gbit/s"], **SLOWER}
     rows: list[list[Cell]] = []
     for num_tokens, published in PUBLISHED_EFFICIENCY.items():
@@ -79,7 +82,7 @@ def _efficiencies() -> Table:
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the remark about the effect of the length, and of transfers by layer."""
+    """Return the remark about the effects of length and of transfers by layer."""
     first, last = outcome.tables[1].rows[0], outcome.tables[1].rows[-1]
     produced_gbps = 8192 * _MODEL.kv_bytes_per_token / prefill_s(8192) / GBPS
     return (

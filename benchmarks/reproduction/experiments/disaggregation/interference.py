@@ -1,5 +1,7 @@
-"""The effect of a prefill on running requests beside it, and its cost, after the guide `Disaggregated serving
-explained`: vLLM on eight A100."""
+"""The effect of a prefill on running requests, and its cost in goodput.
+
+The published figures are from the guide `Disaggregated serving explained`: vLLM on eight A100.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ MODEL, NODE = "llama2-70b", "a100"
 RUNNING, CONTEXT = 30, 2048
 PROMPT = 4096
 ALONE_S, PREFILL_TOKENS_PER_S = 0.032, 48_200.0
-"""Published figures: seconds of a step without prefills, and prefill tokens a second without steps."""
+"""Published figures: the seconds of a step without prefills, and prefill tokens a second without steps."""
 PUBLISHED_BESIDE_MS = {512: 58.0, 1024: 89.0, 2048: 134.0, 4096: 178.0}
 PUBLISHED_CHUNKED_MS = {2048: 112.0, 1024: 71.0, 512: 48.0, 256: 38.0}
 
@@ -38,7 +40,7 @@ SYSTEMS = {
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Compute steps beside prefills, then goodput."""
+    """Compute the times of steps beside prefills, and the goodput of each system."""
     costs = Roofline(MODELS[MODEL], HARDWARE[NODE])
     iteration_s = costs.iteration_s((), RUNNING) + RUNNING * CONTEXT * costs.kv_token_s
     rows: list[list[str | float | None]] = [["alone", 1000 * ALONE_S, 1000 * iteration_s, 1.0, 1.0]]
@@ -60,8 +62,11 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _goodputs(costs: Roofline, iteration_s: float) -> Table:
-    """Return goodputs with the published SLOs, and with SLOs of the same multiples of a single request's
-    times."""
+    """Return the goodputs with the published SLOs and with SLOs in proportion.
+
+    The latter are the same multiples of our time for a single request as the published SLOs are of the
+    guide's time.
+    """
     prefill_s = costs.iteration_s([PromptShare(INPUT, 0)], 0)
     ttft_s = TTFT_SLO_S / (INPUT / PREFILL_TOKENS_PER_S) * prefill_s
     tbt_s = TBT_SLO_S / ALONE_S * iteration_s

@@ -1,5 +1,7 @@
-"""The planner's advice for three workloads, and the goodput of neighbouring clusters: DistServe's placement
-search on our simulator."""
+"""The planner's advice for three workloads, and the goodput of neighbouring clusters.
+
+It is DistServe's placement search on our simulator.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ WORKLOADS = {
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Plan for each workload: a row each."""
+    """Plan for each workload. The table has one row for each."""
     rows: list[list[str | float | None]] = []
     for name, (synthetic, ttft_slo_s, tbt_slo_s) in WORKLOADS.items():
         base = msgspec.structs.replace(BASE, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)
@@ -58,7 +60,7 @@ def _shown(candidate: Candidate) -> tuple[str, float, str]:
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the remark that says whether the advice holds."""
+    """Return the remark that says whether the simulations confirm the advice."""
     rows = outcome.tables[0].rows
     wrong = [str(row[0]) for row in rows if float(row[6] or 0) > (1 + FINE) * float(row[3] or 0)]
     better = [str(row[0]) for row in rows if float(row[3] or 0) > float(row[9] or 0)]

@@ -1,1 +1,1 @@
-"""Experiments about placement: the instances that requests get, and rejections."""
+"""Experiments about placement: the choice of instances for requests, and rejections."""

@@ -1,4 +1,4 @@
-"""Routing by measured utilisation, by queues, and by Algorithm 1 (BanaServe, Figure 2(a) and Algorithm 2)."""
+"""Routing by measured utilisation, by queues, and by Algorithm 1 (BanaServe, Figure 2(a), Algorithm 2)."""
 
 import random
 from collections.abc import Iterator
@@ -26,9 +26,12 @@ POLICIES = {
     MEASURED: (Scheduling.BANASERVE, SETUP.load_threshold),
     TTFT: (Scheduling.KVCACHE_CENTRIC, SETUP.load_threshold),
 }
-"""The policy and delta_L of each rule. With a threshold of 0 Algorithm 2 always chooses by its queues."""
+"""The policy and delta_L of each rule. With delta_L = 0 Algorithm 2 always chooses by its queues."""
 NUM_PREFIXES, PREFIX_BLOCKS, SKEW = 64, 8, 1.2
-"""The number and length of prefixes. The n-th prefix is wanted n ** -SKEW times as often as the first."""
+"""The number of prefixes, their length in blocks, and the skew of their use.
+
+The n-th prefix is wanted n ** -SKEW times as often as the first.
+"""
 NEW_TOKENS, OUTPUT_TOKENS = 512, 100
 RATE_PER_S = 20.0
 NUM_REQUESTS = 1000
@@ -39,11 +42,11 @@ _SKEWED, _TRACE = f"skewed prefixes, {RATE_PER_S:g} req/s", "conversation trace"
 class _Run(NamedTuple):
     summary: Summary
     imbalance: float
-    """The busy time of the busiest prefill instance, divided by the mean."""
+    """The busy time of the busiest prefill instance, divided by the mean busy time."""
 
 
 def skewed(rate_per_s: float, seed: int = SEED) -> Iterator[TraceRequest]:
-    """Yield, without end, prompts that begin with one of a few prefixes."""
+    """Yield prompts without end. Each begins with one of a few prefixes."""
     rng = random.Random(seed)
     weights = [(n + 1) ** -SKEW for n in range(NUM_PREFIXES)]
     new_ids = count(NUM_PREFIXES * PREFIX_BLOCKS)
@@ -55,7 +58,7 @@ def skewed(rate_per_s: float, seed: int = SEED) -> Iterator[TraceRequest]:
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each load and rule: a row each."""
+    """Simulate each load and rule. The table has one row for each pair."""
     rows: list[list[Cell]] = []
     for load in (_SKEWED, _TRACE):
         for rule, (scheduling, threshold) in POLICIES.items():

@@ -1,4 +1,4 @@
-"""The largest gain that moving modules between devices can bring (BanaServe, Figures 1, 2(b) and 8 to 11)."""
+"""The largest possible gain by moving modules between devices (BanaServe, Figures 1, 2(b) and 8 to 11)."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ HALF = NUM_DEVICES // 2
 CHUNK_TOKENS = 2048
 VLLM, DISTSERVE, ALGORITHM_2, OURS = "vLLM-like", "DistServe-like", "Algorithm 2", "ours"
 IDEAL = "ideal"
-"""The name of the ideal system: all devices as one, as fast and as large as all together."""
+"""The name of the ideal system: one device with the speed and memory of all devices together."""
 SETUPS = {
     VLLM: replace(BASE, num_coupled=NUM_DEVICES, chunk_tokens=CHUNK_TOKENS),
     DISTSERVE: replace(BASE, num_prefill=HALF, num_decode=HALF),
@@ -40,19 +40,21 @@ RATES_PER_S = (1.0, 10.0, 20.0)
 ARRIVALS_S = 30.0
 SEEDS = range(SEED, SEED + 5)
 STUDENT_95 = 2.776
-"""Student's t for five samples, two-sided, at 95%."""
+"""Student's t for five samples and a two-sided interval of 95%."""
 FIGURES = {
     ("llama-13b", "short"): ("8", 1.2, 1.2),
     ("opt-13b", "short"): ("9", 3.9, 3.9),
     ("llama-13b", "long"): ("10", 1.5, 1.5),
     ("opt-13b", "long"): ("11", 1.3, 1.3),
 }
-"""The figure of each model and load, and the largest throughput relative to vLLM and to DistServe, as
-published (section 5.2)."""
+"""By model and load: the figure's number, and the largest published gains in throughput.
+
+The gains are relative to vLLM and to DistServe (section 5.2).
+"""
 
 
 def load_of(name: str, model: str) -> SyntheticLoad:
-    """Return the paper's lengths (Figure 7), cut to the model's context."""
+    """Return a load with the paper's lengths (Figure 7), cut to the model's context."""
     if name == "short":
         inputs = tuple(float(tokens) for tokens in range(5, 50, 5))
     else:
@@ -87,8 +89,10 @@ def _requests(load: SyntheticLoad, rate_per_s: float, seed: int) -> list[TraceRe
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each figure and rate, and return throughput, latency, gains beside the published ones, and use
-    of the devices."""
+    """Simulate each figure and rate.
+
+    The tables have the gains beside the published ones, throughput, latency, and use of the devices.
+    """
     throughput: list[list[Cell]] = []
     latency: list[list[Cell]] = []
     gains: list[list[Cell]] = []
@@ -129,8 +133,10 @@ def _with_interval(values: Sequence[float]) -> str:
 
 
 def _use_of_devices() -> Table:
-    """Return the table of operations as a share of the peak, and of held memory, for one device with both
-    roles and one of each role."""
+    """Return the table of the use of devices: operations as a share of the peak, and held memory.
+
+    It compares one device with both roles, and one device of each role.
+    """
     rows: list[list[Cell]] = []
     whole, pair = replace(BASE, num_coupled=1), replace(BASE, num_prefill=1, num_decode=1)
     for setup, name, rate_per_s in (
@@ -147,7 +153,7 @@ def _use_of_devices() -> Table:
 
 
 def _shares(results: Results, model: str, *, apart: bool) -> list[Cell]:
-    """Return the shares of the prefill and of the decode device, or of the device with both roles."""
+    """Return the shares in use of the prefill and of the decode device, or of one device with both roles."""
     card, device = model_card(model), hardware_card("a100").with_gpus(1)
     seconds = float(results["end_s"].max() - results["arrival_s"].min())
     inputs, outputs = results["num_input_tokens"], results["num_output_tokens"]
@@ -170,7 +176,7 @@ def _shares(results: Results, model: str, *, apart: bool) -> list[Cell]:
 
 
 def remark(outcome: Outcome) -> str:
-    """Return the remark that says which of the published gains a balance of devices can explain."""
+    """Return the remark that says which published gains a balance of devices can explain."""
     gains = outcome.tables[0].rows
     by_vllm, by_distserve = [number(row[2]) for row in gains], [number(row[4]) for row in gains]
     beyond = [str(row[0]) for row in gains if number(row[1]) > number(row[2])]

@@ -1,4 +1,4 @@
-"""Overload policies: Mooncake (arXiv), Table 3 and Figures 9 and 10."""
+"""The overload policies: Mooncake (arXiv), Table 3 and Figures 9 and 10."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ NUM_REQUESTS = 1500
 SEEDS = (SEED, SEED + 1, SEED + 2)
 PICTURE = "overload.svg"
 MAX_WAITING = (0, 16, 128)
-"""Lengths of the queue of deferred requests; the last is never full."""
+"""The lengths of the queue of deferred requests. The last one is so large that the queue is never full."""
 
 
 def _lognormal(median: float, sigma: float, least: float, most: float) -> Values:
@@ -53,8 +53,10 @@ CHATS = SyntheticLoad(
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Simulate the paper's cluster, then one short of decode capacity with two loads, also with a double
-    check before prefill."""
+    """Simulate the paper's cluster, and clusters that are short of decode capacity.
+
+    One of the latter also checks the TBT SLO when pages are reserved.
+    """
     rows: list[list[str | float | None]] = []
     for policy, published in PUBLISHED.items():
         setup = msgspec.structs.replace(PAPERS, overload=policy)
@@ -94,13 +96,13 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _deferred(max_waiting: int, load: Callable[[int], Iterable[TraceRequest]]) -> list[Summary]:
-    """Return a summary for each seed with `prediction`, if up to `max_waiting` requests may be deferred."""
+    """Return a summary for each seed under `prediction`, with up to `max_waiting` deferred requests."""
     setup = msgspec.structs.replace(DECODE_BOUND, overload=Overload.PREDICTION, max_waiting=max_waiting)
     return [simulate(setup, load(seed))[0].summary for seed in SEEDS]
 
 
 def _deferral_row(name: str, max_waiting: int, summaries: list[Summary]) -> list[Cell]:
-    """Return means over the seeds."""
+    """Return a row of means over the seeds."""
     effective = [summary.num_effective for summary in summaries]
     return [
         name,
@@ -140,12 +142,16 @@ def _row(name: str, runs: list[_Run]) -> list[str | float | None]:
 
 
 def _middle(load: np.ndarray) -> np.ndarray:
-    """Return a load over time without its beginning and end."""
+    """Return a load over time without its first and last tenth."""
     return load[len(load) // 10 : -(len(load) // 10)]
 
 
 def _order(values: list[float], *, falls: bool) -> str:
-    """Return a text that says whether baseline, early rejection and prediction are in the published order."""
+    """Return a text that says whether the first three policies are in the published order.
+
+    They are baseline, early rejection and prediction. `falls`: whether the published values fall in this
+    order.
+    """
     signed = [-value if falls else value for value in values[:3]]
     return "in the published order" if signed == sorted(set(signed)) else "not in the published order"
 
@@ -182,7 +188,7 @@ def remark(outcome: Outcome) -> str:
 
 
 def _worth(deferral: Table) -> str:
-    """Return a text about the effect of deferring on rejections and effective requests."""
+    """Return a text about the effect of deferral on rejections and on effective requests."""
     parts = []
     for of_load in range(0, len(deferral.rows), len(MAX_WAITING)):
         none, *_, all_ = deferral.rows[of_load : of_load + len(MAX_WAITING)]

@@ -1,4 +1,4 @@
-"""Long prompts on several prefill nodes: pipelines of chunks against sequence parallelism (Mooncake, 5.1)."""
+"""Long prompts on several prefill nodes: pipelines of chunks, or sequence parallelism (Mooncake, 5.1)."""
 
 import functools
 import random
@@ -16,12 +16,15 @@ LENGTHS = (8192, 16384, 32768, 65536, 131072)
 LINKS_GBPS = (800, 200, 100, 25)
 NUM_PROMPTS = 6000
 LOADS = (0.5, 0.8)
-"""Offered work as a share of what independent nodes can compute at most."""
+"""The offered work, as a share of the most that independent nodes can compute."""
 SHORT, LONG, LONG_SHARE = (4096, 16384), (65536, 131072), 0.1
-"""Ranges of tokens of short and of long prompts, and the share of long ones."""
+"""The ranges of tokens of short and of long prompts, and the share of long prompts."""
 _STEP_TOKENS = 4096
 _LEAST_EFFICIENCY = 0.75
-"""The least efficiency of an elastic group: the time of a single node by that of the group and its nodes."""
+"""The least efficiency of an elastic group.
+
+The efficiency is the time of a single node, divided by the group's time and its number of nodes.
+"""
 
 
 class Arrival(NamedTuple):
@@ -32,16 +35,16 @@ class Arrival(NamedTuple):
 
 
 Served = Callable[[PrefillNodes, Sequence[Arrival]], list[float]]
-"""A function that returns the seconds from each arrival to its first token; first come, first served."""
+"""A function that serves prompts in order of arrival. It returns the seconds to each first token."""
 
 
 def nodes_with(link_gbps: float) -> PrefillNodes:
-    """Return the nodes of the page, with links of this speed between any two of them."""
+    """Return the nodes of the experiment, with links of this speed between any two nodes."""
     return PrefillNodes(MODELS["llama3-70b"], HARDWARE["a800"], link_gbps * GBPS)
 
 
 def apart(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """Compute each prompt on one node."""
+    """Compute each prompt on one node. Returns the TTFTs in seconds."""
     free_s, ttfts_s = [0.0] * NUM_NODES, []
     for at_s, num_tokens in arrivals:
         node = min(range(NUM_NODES), key=free_s.__getitem__)
@@ -51,8 +54,10 @@ def apart(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def pipeline(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """Compute all prompts on one pipeline of all nodes: a prompt's first chunk follows the previous prompt's
-    last one."""
+    """Compute all prompts on one pipeline of all nodes. Returns the TTFTs in seconds.
+
+    A prompt's first chunk follows the last chunk of the previous prompt.
+    """
     ends_s, ttfts_s = [0.0] * NUM_NODES, []
     for at_s, num_tokens in arrivals:
         for stage_s, hidden_s in _stage_times(nodes, num_tokens):
@@ -65,7 +70,7 @@ def pipeline(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def group(attention: Attention, nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """Compute one prompt after the other on all nodes, which share its tokens."""
+    """Compute one prompt after the other on all nodes, which share its tokens. Returns TTFTs in seconds."""
     free_s, ttfts_s = 0.0, []
     for at_s, num_tokens in arrivals:
         free_s = max(at_s, free_s) + _sp_s(nodes, num_tokens, NUM_NODES, attention)
@@ -74,7 +79,10 @@ def group(attention: Attention, nodes: PrefillNodes, arrivals: Sequence[Arrival]
 
 
 def elastic(nodes: PrefillNodes, arrivals: Sequence[Arrival]) -> list[float]:
-    """Compute each prompt on the number of nodes with which it ends first (LoongServe, SOSP 2024)."""
+    """Compute each prompt on the number of nodes with which it ends first (LoongServe, SOSP 2024).
+
+    Returns the TTFTs in seconds.
+    """
     free_s, ttfts_s = [0.0] * NUM_NODES, []
     for at_s, num_tokens in arrivals:
         free_s.sort()
@@ -106,13 +114,13 @@ def _sp_s(nodes: PrefillNodes, num_tokens: int, num_nodes: int, attention: Atten
 
 @functools.cache
 def _stage_times(nodes: PrefillNodes, num_tokens: int) -> list[tuple[float, float]]:
-    """Return, for each chunk, the seconds of a stage and of the way to the next one."""
+    """Return for each chunk the seconds of a stage, and those of the transfer to the next stage."""
     chunks = nodes.chunks(num_tokens, NUM_NODES)
     return [(nodes.stage_s(chunk, NUM_NODES), nodes.hidden_s(len(chunk))) for chunk in chunks]
 
 
 def traffic(load: float) -> list[Arrival]:
-    """Return short and long prompts at random times."""
+    """Return arrivals of short and long prompts at random times, which offer `load`."""
     rng, at_s, nodes = random.Random(SEED), 0.0, nodes_with(LINKS_GBPS[0])
     drawn = [SHORT if rng.random() >= LONG_SHARE else LONG for _ in range(NUM_PROMPTS)]
     lengths = [rng.randrange(low, high + 1, _STEP_TOKENS) for low, high in drawn]
@@ -125,7 +133,7 @@ def traffic(load: float) -> list[Arrival]:
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Compute times on idle nodes, by length and by link, and times of mixed traffic."""
+    """Compute times on idle nodes, by length and by link, and times under mixed traffic."""
     return Outcome([_by_length(), _by_link(), _mixed()])
 
 

@@ -1,5 +1,4 @@
-"""Prefill scheduling, and the replicas of hot keys that result: Mooncake (FAST'25), the scheduling
-experiments."""
+"""Prefill scheduling, and the replicas of hot keys that result from it: Mooncake (FAST'25)."""
 
 from collections import Counter
 from pathlib import Path
@@ -27,7 +26,7 @@ SAMPLED_EVERY_S = 20
 
 
 def run_policies(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each policy: a row each."""
+    """Simulate each policy. The table has one row for each."""
     rows: list[list[str | float | None]] = []
     for scheduling, published_s in PUBLISHED_TTFT_S.items():
         setup = msgspec.structs.replace(SETUP, scheduling=scheduling)
@@ -50,8 +49,10 @@ def run_policies(trace: Trace, folder: Path) -> Outcome:
 
 
 class Replicas:
-    """The `on_second` callback of a cluster that records the largest number of prefill instances with each
-    key."""
+    """A callback `on_second` of a cluster that counts replicas.
+
+    It records the largest number of prefill instances with each key.
+    """
 
     def __init__(self, keys: list[BlockKey]) -> None:
         self._keys = keys
@@ -84,7 +85,7 @@ def run_replicas(trace: Trace, folder: Path) -> Outcome:
 
 
 def policies_remark(outcome: Outcome) -> str:
-    """Return the remark about the order of the policies and the steps between them."""
+    """Return the remark about the order of the policies, and the steps between them."""
     ours = {str(row[0]): number(row[2]) for row in outcome.tables[0].rows}
     theirs = {policy.value: seconds for policy, seconds in PUBLISHED_TTFT_S.items() if seconds is not None}
     random, balanced, aware, centric = theirs  # from the longest to the shortest
