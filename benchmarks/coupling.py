@@ -1,18 +1,18 @@
-"""Compare ways to divide two cores among prompts and answers, in turns.
+"""Compare ways to divide two cores among prompts and answers. The ways are measured in turn.
 
     python -m benchmarks.coupling [--rounds N] [--sides NAME,...] [--loads NAME,...] [mooncake-serve flags]
 
-The sides are servers on this machine, which have the processor one at a time:
+The sides are servers on this machine. Only one of them runs at a time, while the others are paused:
 
     fixed     one prefill and one decode instance, all KVCache is transferred
     chosen    the same, and the Conductor chooses for each request (`conductor.inlining`)
     both      one instance with both roles
-    both x 2  two of them
+    both x 2  two instances with both roles
     vllm      vLLM's build for CPUs; it has no SLOs, and refuses nothing
     vllm 256  the same with chunks of 256 tokens
 
-A request is effective when it finishes with TTFT and TBT within the SLOs; goodput counts those (Mooncake,
-section 8). The TBT of a request is the mean of its longest 10% of token gaps.
+A request is effective if it finishes with TTFT and TBT within the SLOs. Goodput counts effective requests
+(Mooncake, section 8). The TBT of a request is the mean of its longest 10% of token gaps.
 """
 
 import argparse
@@ -49,15 +49,14 @@ OURS = {
 }
 SLO_FLAGS = ("--conductor-ttft-slo-s", f"{SLO.ttft_s:g}", "--conductor-tbt-slo-s", f"{SLO.tbt_s:g}")
 MEMORY = ("--kvcache-pool-bytes", "512MiB", "--kvcache-device-bytes", "512MiB")
-"""Memory of each instance: all sides together must fit."""
+"""The memory of each instance. It is small, as all sides together must fit."""
 PREFIX_CACHE = "--enable-prefix-caching"
 PEERS = {"vllm": (PREFIX_CACHE,), "vllm 256": (PREFIX_CACHE, "--max-num-batched-tokens", "256")}
 SIDES = (*OURS, *PEERS)
 
 
 class Load(NamedTuple):
-    """A load: `source`'s requests, sent by a number of clients one after the other, or when they are due in
-    `duration_s`."""
+    """A load: requests of `source`, at their times in `duration_s`, or from clients one after the other."""
 
     source: Source
     num_clients: int | None = None
@@ -74,7 +73,7 @@ def _lengths(num_input: int, num_output: int) -> MixSource:
 SHORT, LONG = _lengths(128, 64), _lengths(1500, 16)
 MIXED = MixSource(MIXES["chat-and-documents"], burstiness=1.0)
 CAPACITY_PER_S = 2.0
-"""Requests of `MIXED` a second that the best side answers within the SLOs."""
+"""The requests of `MIXED` a second that the best side answers within the SLOs."""
 SHARED_PREFIX = SyntheticLoad(
     rate_per_s=3.0,
     first_input_tokens=(1060.0, 1100.0, 1180.0),
@@ -104,12 +103,12 @@ LOADS = {
 
 
 def trace_load(path: Path) -> Load:
-    """Return the load of a trace at a third of its speed, with lengths of a twentieth."""
+    """Return the load of a trace at a third of its speed, with all lengths divided by twenty."""
     return Load(TraceSource(path, speed=1 / 3, jitter_s=3.0), duration_s=30.0, scale_lengths=0.05)
 
 
 class Side(NamedTuple):
-    """A running server that is compared with others."""
+    """A running server that is compared with other servers."""
 
     name: str
     server: Server
@@ -118,7 +117,7 @@ class Side(NamedTuple):
     context_len: int | None
 
     def run_of(self, load: Load, seed: int) -> Run:
-        """Return a run of `load` on this server. Each seed gives other prompts."""
+        """Return a run of `load` on this server. Another seed gives other prompts."""
         return Run(
             url=self.url,
             model=self.model,
@@ -170,11 +169,11 @@ def _started(
 
 
 Summaries = dict[str, dict[str, Summary]]
-"""Summaries by load, then by side."""
+"""Summaries by load and then by side."""
 
 
 def compare(sides: Sequence[Side], loads: dict[str, Load], num_rounds: int, clients: Clients) -> Summaries:
-    """Print a table for each load."""
+    """Measure all sides under each load, and print a table for each load."""
     found: Summaries = {}
     for index, (name, load) in enumerate(loads.items()):
         results = {side.name: RunResult() for side in sides}
@@ -196,7 +195,7 @@ def compare(sides: Sequence[Side], loads: dict[str, Load], num_rounds: int, clie
 
 
 def draw(found: Summaries, path: Path) -> None:
-    """Draw goodput, TTFT and TBT of all sides by load, into a file of matplotlib's kinds."""
+    """Draw goodput, TTFT and TBT of all sides by load. The file's suffix chooses the format."""
 
     def panel(title: str, value: Callable[[Summary], float], limit: float | None = None) -> Bars:
         sides = next(iter(found.values()))
@@ -230,7 +229,7 @@ def _times(spread: Spread | None) -> list[str]:
 
 
 def main() -> None:
-    """Start the sides, measure in turns, end them."""
+    """Start the sides, measure them in turn, and end them."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.coupling",
         description=__doc__,

@@ -1,7 +1,7 @@
-"""Programs that only tests and benchmarks need, unpacked from Debian's packages into a cache folder, without
-installation.
+"""Programs that only tests and benchmarks need, unpacked from Debian's packages without installation.
 
-A package's dependencies are unpacked beside it, unless they are installed on this host.
+They are unpacked into a cache folder. A package's dependencies are unpacked there too, unless they are
+installed on this host.
 """
 
 import fcntl
@@ -18,18 +18,18 @@ LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
 class CannotFetchError(Exception):
-    """A program cannot be fetched on this host. The message says why."""
+    """The error for a program that cannot be fetched on this host. The message says why."""
 
 
 def environment(package: str) -> dict[str, str]:
-    """Return the environment in which programs of this package find its libraries."""
+    """Return the environment in which the programs of this package find their libraries."""
     libraries = _cache() / package / LIBRARIES
     private = sorted({str(path.parent) for path in libraries.glob("*/*.so*")})  # found by absolute paths else
     return {**os.environ, "LD_LIBRARY_PATH": ":".join([str(libraries), *private])}
 
 
 def fetch(package: str) -> Path:
-    """Return the folder with the unpacked package. Raises CannotFetchError."""
+    """Return the folder with the unpacked package, fetched if needed. Raises CannotFetchError."""
     folder = _cache() / package
     _cache().mkdir(parents=True, exist_ok=True)
     with open(_cache() / f"{package}.lock", "w") as lock:

@@ -1,20 +1,20 @@
-"""A real cluster whose load changes: fixed divisions of its instances beside one that rebalances itself.
+"""A real cluster under a changing load: fixed divisions of its instances, and one that rebalances itself.
 
     python -m benchmarks.elasticity [--only swing,steady,switch,drain] [--sides NAME;...] [--seconds N]
                                     [--cycles N] [--load X] [mooncake-serve flags]
 
-Its workers compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`:
-0.25 ms a prompt token; 20 ms a decode step and 1 ms for each request), so four instances do not take the
-machine's cores from one another.
+The workers compute a tiny model, but take the time of a larger one for each pass (`benchmarks.overload`: 0.25
+ms a prompt token; 20 ms a decode step and 1 ms for each request). So four instances do not compete for the
+machine's cores.
 
 `swing`: the load changes every `--seconds` from long prompts with short answers to short prompts with long
-answers (1,500 and 30 tokens; 150 and 300), at `--load` times 8 and 6 requests/s. Goodput of the fixed
-divisions, in which decode instances may inline prompts or not, and of one that rebalances; its switches and
-migrations. `steady`: the mean of both at once, all the time. `switch`: seconds from the order to switch a
-decode instance with 8 running streams to a prefill instance, to the first prompt that it has computed.
-`drain`: seconds in which an instance with 32 running streams leaves, streams that broke, and answers that
-differ from those of a quiet cluster. Logits of a model of random weights are nearly equal, so an answer may
-change by its batch alone: the table also has the number of answers that differ between two quiet runs.
+answers (1,500 and 30 tokens; 150 and 300), at `--load` times 8 and 6 requests/s. The table has the goodput of
+fixed divisions with and without inlining, and of one that rebalances, with its switches and migrations.
+`steady`: both loads at half their rates, all the time. `switch`: a decode instance with 8 running streams
+becomes a prefill instance. The table has the seconds from the order to the first prompt that it has computed.
+`drain`: an instance with 32 running streams leaves. The table has the seconds that it takes, and the answers
+that differ from those of a quiet cluster. In a model with random weights logits are nearly equal, so the
+batch alone can change an answer: the table also has the number of answers that differ between two quiet runs.
 """
 
 import argparse
@@ -63,7 +63,7 @@ WARM_UP = (Phase(8.0, 3.0, 500, 50),)
 def swinging(seconds: float, load: float) -> tuple[Phase, ...]:
     """Return the phases of a load that swings between long prompts and long answers.
 
-    Phases of about a second amount to both loads at once, as no rule follows them.
+    If a phase takes about a second, both loads are there at once in effect, as no rule follows such changes.
     """
     return (Phase(seconds, load * PROMPTS_PER_S, 1500, 30), Phase(seconds, load * ANSWERS_PER_S, 150, 300))
 
@@ -84,7 +84,7 @@ def cluster(flags: Sequence[str], output: int) -> Iterator[str]:
 def under_load(
     clients: Clients, url: str, phases: tuple[Phase, ...], duration_s: float, seed: int
 ) -> Summary:
-    """Run one open loop of these phases, until all its requests have ended."""
+    """Run one open loop of these phases until all its requests have ended."""
     run = Run(
         url=url,
         model=find_server(url, None, None).model,
@@ -98,7 +98,7 @@ def under_load(
 
 
 def total(url: str, name: str, **labels: str) -> float:
-    """Return the sum of a metric's samples that have these labels."""
+    """Return the sum of a metric's samples that have all these labels."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
@@ -112,7 +112,7 @@ def compare(
     flags: list[str],
     output: int,
 ) -> None:
-    """Print a table of these sides under one load."""
+    """Measure these sides under one load, and print a table."""
     rows = []
     with Clients(num_processes=1) as clients:
         for name in sides:
@@ -145,8 +145,7 @@ def _cells(summary: Summary) -> list[str]:
 
 
 class Streams:
-    """A context in which streamed answers run at the same time, with their texts and longest gaps as
-    results."""
+    """Streamed answers that run at the same time, with their texts and longest gaps as results."""
 
     def __init__(self, url: str, model: str, num_streams: int, num_tokens: int) -> None:
         self._url, self._model, self._num_tokens = url, model, num_tokens
@@ -156,12 +155,12 @@ class Streams:
         self._results = [self._threads.submit(self._stream, index) for index in range(num_streams)]
 
     def wait_until_running(self) -> None:
-        """Wait until each stream has had a few tokens."""
+        """Wait until each stream has got a few tokens."""
         for _ in range(self._num_streams):
             self._all_run.acquire()
 
     def results(self) -> list["StreamResult"]:
-        """Wait for the ends of all streams."""
+        """Wait until all streams have ended, and return their results."""
         return [result.result() for result in self._results]
 
     def _stream(self, index: int) -> "StreamResult":
@@ -187,31 +186,31 @@ class Streams:
 
 
 class StreamResult(NamedTuple):
-    """The text of a stream, and its longest gap."""
+    """The text of a stream, and its longest gap between tokens."""
 
     text: str
     longest_gap_s: float
 
 
 LENIENT = "--conductor-tbt-slo-s=0.2"
-"""A TBT SLO so long that one instance can take the streams of two."""
+"""A TBT SLO that is long enough for one instance to take the streams of two."""
 ORDER_FLAGS = ("--num-prefill=1", "--num-decode=2", FIXED, NO_INLINING, LENIENT)
 
 
 def _num_requests(url: str, instance: str) -> int:
-    """Return the number of an instance's requests that the Conductor counts."""
+    """Return the number of requests that the Conductor counts at an instance."""
     instances = httpx.get(f"{url}/dashboard/state").json()["instances"]
     return sum(shown["num_requests"] for shown in instances if shown["name"] == instance)
 
 
 def _has_computed(url: str, instance: str) -> bool:
-    """Return whether this instance has computed the prompt of a request that has ended."""
+    """Return whether this instance has computed the prompt of any ended request."""
     requests = httpx.get(f"{url}/dashboard/state").json()["requests"]
     return any(shown["prefill"] == instance for shown in requests if shown["is_over"])
 
 
 def _ask_for_prompts(url: str, model: str, number: int) -> None:
-    """Send a few prompts at once. Prompts of another `number` share no prefix with them."""
+    """Send a few prompts at once. They share no prefix with prompts of another `number`."""
 
     def ask(index: int) -> None:
         prompt = [number % VOCAB_SIZE, index, *(token % VOCAB_SIZE for token in range(800))]
@@ -237,8 +236,10 @@ def measure_drain(output: int) -> None:
 
 
 def measure_switch(output: int) -> None:
-    """Measure and print how long a decode instance with 8 streams takes until it computes its first prompt as
-    a prefill one."""
+    """Measure and print how long a switch to prefill takes until the first computed prompt.
+
+    The instance is a decode instance with 8 running streams.
+    """
     with cluster(ORDER_FLAGS, output) as url:
         model = find_server(url, None, None).model
         quiet = [Streams(url, model, 16, 400).results() for _ in range(2)]
@@ -257,7 +258,7 @@ def measure_switch(output: int) -> None:
 def _print_order(
     title: str, what: str, num_there: int, began_s: float, quiet: list[list[StreamResult]], streams: Streams
 ) -> None:
-    """Print how long a completed order took, and how the streams have ended."""
+    """Print the time of a completed order, and the changes in the streams' answers."""
     seconds = time.monotonic() - began_s
     results = streams.results()
     before, again = quiet
@@ -287,7 +288,7 @@ def _longest_gap(results: list[StreamResult]) -> str:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Run the measurements that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.elasticity",
         description=__doc__,

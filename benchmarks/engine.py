@@ -1,11 +1,11 @@
-"""The engine alone on one thread: prefill and decode tok/s, the CPU's kernels beside torch in the same
-process.
+"""The engine alone on one thread: prefill and decode tokens a second, with the CPU's kernels and with torch.
 
     .venv/bin/python -m benchmarks.engine [--quick]
 
-SmolLM2-135M's shape with random weights, bfloat16. Decode has 200 tokens of context. Both take turns, so that
-other load on the machine slows both. A row is the best of several runs by the thread's CPU time, with the
-wall time beside it: the difference is the work of other processes. `--quick` leaves torch out.
+The model has SmolLM2-135M's shape and random weights in bfloat16. Decode has 200 tokens of context. Kernels
+and torch take turns in one process, so that other load on the machine slows both. A row has the best CPU time
+of the thread in several runs, and the best wall time: the difference is the work of other processes.
+`--quick` leaves torch out.
 """
 
 import argparse
@@ -41,7 +41,7 @@ NUM_STEPS = 10
 
 
 class Timer:
-    """The shortest of several runs, in seconds of the thread's CPU time and of wall time."""
+    """The shortest of several runs, in seconds of the thread's CPU time and in wall seconds."""
 
     def __init__(self) -> None:
         self.cpu_s = self.wall_s = float("inf")
@@ -57,7 +57,7 @@ class Timer:
 
 
 def main() -> None:
-    """Measure, and print one table."""
+    """Measure all sizes, and print one table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,10 +1,9 @@
-"""The cost of a grammar in a decode step: CPU time of the forward pass and of the draw, with and without a
-grammar.
+"""The cost of a grammar in a decode step: the CPU time of forward pass and draw, with and without one.
 
     python -m benchmarks.grammars
 
-The default model's sizes and tokenizer, random weights, bfloat16, one thread, greedy. Each sequence follows a
-schema of its own state; one that has ended begins anew. Medians of 40 steps.
+The default model's sizes and tokenizer, random weights, bfloat16, one thread, greedy. Each sequence has its
+own state in the schema. A sequence that has ended begins anew. The table has medians of 40 steps.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ SCHEMAS = {"none": None, "of a person": PERSON, "any object": {"type": "object"}
 
 
 def main() -> None:
-    """Measure, and print one table."""
+    """Measure all sizes and schemas, and print one table."""
     torch.set_num_threads(1)
     spec = model_spec(SMOLLM2)
     model = DecoderModel(spec, range(spec.num_layers), torch.bfloat16)
@@ -68,7 +67,7 @@ def main() -> None:
 def measure(
     model: DecoderModel, kv: DeviceKVCache, chunks: Sequence[Chunk], grammar: Grammar | None
 ) -> tuple[list[float], list[float]]:
-    """Return the CPU milliseconds of each step's forward pass and draw."""
+    """Return the CPU milliseconds of each step's forward pass, and those of each step's draw."""
     request = Request("r", [1], [], SamplingParams(NUM_STEPS, temperature=0, stop_token_ids=(2,)), "front")
     rows = [(rules_of(request, None if grammar is None else grammar.begin()), list[int]()) for _ in chunks]
     forward_ms, draw_ms = [], []

@@ -1,11 +1,11 @@
-"""Hit rate of the KVCache pool by eviction policy and capacity, on a trace (Mooncake, Table 1).
+"""The hit rate of a KVCache pool on a trace, by eviction policy and capacity (Mooncake, Table 1).
 
     .venv/bin/python -m benchmarks.hit_rate TRACE.jsonl.gz
 
-Replays the trace through the pool's own code with tiny pages: each request reserves the blocks of its prompt,
-stores those that were not there, and leaves; below the low watermark room is made up to the high one, as
-configured by default. The trace has one line a request, with `input_length` (tokens) and `hash_ids`, one id
-for each 512-token block of the prompt; equal ids mean equal prefixes.
+The trace is replayed through the pool's own code with tiny pages. Each request reserves the blocks of its
+prompt, stores the missing ones, and leaves. Below the low watermark blocks are evicted up to the high
+watermark; both have their default values. The trace has one line a request, with `input_length` (tokens) and
+`hash_ids`, one id for each 512-token block of the prompt; equal ids mean equal prefixes.
 """
 
 import argparse
@@ -28,15 +28,17 @@ CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)
 
 
 class Prompt(NamedTuple):
-    """One request: the keys of its blocks (the last one may be partial), and its tokens."""
+    """One request: the keys of its blocks, and its number of tokens. The last block may be partial."""
 
     keys: list[bytes]
     num_tokens: int
 
 
 class HitRate(NamedTuple):
-    """The hit rate of blocks, wherever found, and that of tokens, which counts prefixes only, as a prefill
-    reuses no others."""
+    """The hit rates of blocks and of tokens.
+
+    For `blocks` every found block counts. For `tokens` only prefixes count, as a prefill reuses nothing else.
+    """
 
     blocks: float
     tokens: float
@@ -64,7 +66,7 @@ def main() -> None:
 
 
 def read_trace(path: Path) -> list[Prompt]:
-    """Return the prompts of a trace. Raises OSError, or ValueError for a line that is no request."""
+    """Return the prompts of a trace. Raises OSError, or ValueError for a line that is not a request."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         requests = [json.loads(line) for line in lines]
     return [
@@ -73,7 +75,7 @@ def read_trace(path: Path) -> list[Prompt]:
 
 
 def replay(prompts: Sequence[Prompt], policy: EvictionPolicy, num_pages: int) -> HitRate:
-    """Return the hit rate of one pool of `num_pages` that serves all requests one after the other."""
+    """Return the hit rates of one pool of `num_pages` that serves all requests one after the other."""
     pool = Pool(PageTable.in_memory(num_pages, 1), policy=policy)
     watermarks = KVCacheConfig()
     num_hits = num_blocks = num_hit_tokens = num_tokens = 0

@@ -1,11 +1,12 @@
-"""Measure a tenant's small requests beside another one's large ones, and on an idle server.
+"""Measure a tenant's small requests on an idle server, and beside another tenant's large requests.
 
     python -m benchmarks.isolation [--rounds N] [--only NAME ...] [mooncake-serve flags]
 
-Starts `mooncake-serve` on a free port with an API key for each of two tenants. One keeps sending a load that
-any client may send. The other asks again and again for two tokens behind a prompt of 16 random tokens, with a
-pause as a user might make it. Each load is one row; the first row is the idle server. `times idle` compares
-the p99. `gap` is the p50 of the time between the two tokens.
+It starts `mooncake-serve` on a free port with an API key for each of two tenants. The large tenant keeps
+sending a load that any client is allowed to send. The small tenant asks again and again for two tokens after
+a prompt of 16 random tokens, with a user's pauses. Each load is one row; the first row is the idle server.
+`times idle` is the p99 of TTFT divided by that of the idle server. `gap` is the p50 of the time between the
+two tokens.
 """
 
 import argparse
@@ -30,17 +31,17 @@ Body = dict[str, Any]
 MODEL = "m"
 NUM_ROUNDS = 100
 PAUSE_S = 0.1
-"""Mean pause between two of the small requests."""
+"""The mean pause in seconds between two small requests."""
 SETTLING_S = 3.0
-"""Seconds of a load before the small requests begin: a burst of arrivals has its own row."""
+"""Seconds of a load before the small requests begin. The burst at the load's beginning has its own row."""
 NUM_PROMPT, NUM_LONG_PROMPT = 16, 7000
-"""Tokens of a small request's prompt, and of a long one."""
+"""The tokens in the prompt of a small request, and in a long prompt."""
 FLOOD = 64
-"""Requests of a load in flight at the same time, for loads of many requests."""
+"""The requests that a load of many requests keeps in flight."""
 
 
 class Load(NamedTuple):
-    """Requests of the large tenant, each sent again when it has ended."""
+    """Requests of the large tenant. Each one is sent again when it has ended."""
 
     name: str
     path: str
@@ -50,7 +51,7 @@ class Load(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Measured seconds of the small tenant's requests: first tokens, whole answers, gaps between tokens."""
+    """Measured seconds of small requests: TTFTs, times of whole answers, gaps between tokens."""
 
     ttfts_s: list[float]
     answers_s: list[float]
@@ -58,7 +59,7 @@ class Measured(NamedTuple):
 
 
 def completion(rng: random.Random, num_prompt: int, num_tokens: int, **fields: Any) -> Body:
-    """Return the body of a request with a prompt of `num_prompt` random tokens, for `num_tokens` tokens."""
+    """Return the body of a request with `num_prompt` random tokens that asks for `num_tokens` tokens."""
     prompt = [rng.randrange(1000, 40000) for _ in range(num_prompt)]
     return {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
 
@@ -88,12 +89,12 @@ LOADS = (
 
 
 def words(rng: random.Random, num_words: int) -> str:
-    """Return random words, which are practically never repeated."""
+    """Return random words. In practice no word is repeated."""
     return " ".join(f"{rng.randrange(1 << 40):x}" for _ in range(num_words))
 
 
 def enum_of(rng: random.Random, num_values: int) -> Body:
-    """Return a request with a response format that is new to the server."""
+    """Return a response format that the server has not seen before."""
     schema = {
         "type": "object",
         "properties": {"x": {"enum": words(rng, num_values).split()}},
@@ -103,7 +104,7 @@ def enum_of(rng: random.Random, num_values: int) -> Body:
 
 
 async def keep_asking(http: httpx.AsyncClient, load: Load, rng: random.Random, statuses: set[int]) -> None:
-    """Send requests of a load until cancelled."""
+    """Send requests of a load, one after the other, until cancelled."""
     root = "" if load.path == "tokenize" else "/v1"
     while True:
         answer = await http.post(f"{root}/{load.path}", json=load.body(rng))
@@ -114,7 +115,7 @@ async def keep_asking(http: httpx.AsyncClient, load: Load, rng: random.Random, s
 
 @contextlib.asynccontextmanager
 async def under_way(http: httpx.AsyncClient, load: Load, seed: int) -> AsyncIterator[set[int]]:
-    """Make a context in which the load is sent. It yields the status codes of the answers so far."""
+    """Make a context in which the load is sent. It yields the set of status codes of the answers so far."""
     statuses = set[int]()
     tasks = [
         asyncio.create_task(keep_asking(http, load, random.Random(1000 * seed + client), statuses))
@@ -132,8 +133,10 @@ async def under_way(http: httpx.AsyncClient, load: Load, seed: int) -> AsyncIter
 
 
 async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[float, float, float]:
-    """Send a small request. Returns its TTFT, the time to its end, and the gap between its two tokens, in
-    seconds."""
+    """Send a small request.
+
+    Returns the seconds to its first token, the seconds to its end, and the gap between its two tokens.
+    """
     body = completion(rng, NUM_PROMPT, 2, stream=True)
     started_s, seen_s = time.perf_counter(), list[float]()
     async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -146,8 +149,10 @@ async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[fl
 
 
 async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load, num_rounds: int) -> Measured:
-    """Measure the small tenant's requests beside `load`. A load that does not settle begins anew for each of
-    them."""
+    """Measure the small tenant's requests beside `load`.
+
+    If a load does not settle, it begins anew for each small request.
+    """
     rng = random.Random(load.name)
     rows = []
     async with contextlib.AsyncExitStack() as stack:
@@ -170,7 +175,7 @@ async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load,
 
 
 async def idle(http: httpx.AsyncClient) -> None:
-    """Wait until no request is in flight."""
+    """Wait until no request is in flight at the server."""
     while True:
         lines = (await http.get("/metrics")).text.splitlines()
         states = [float(line.split()[-1]) for line in lines if line.startswith("mooncake_requests_by_state{")]
@@ -180,12 +185,12 @@ async def idle(http: httpx.AsyncClient) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that `share` of the values do not exceed."""
+    """Return the smallest value that is at least equal to `share` of all values."""
     return sorted(values)[max(0, -(-int(len(values) * share * 1000) // 1000) - 1)]
 
 
 async def measure(url: str, keys: Sequence[str], loads: Sequence[Load], num_rounds: int) -> None:
-    """Print one table, a row as soon as it is known."""
+    """Measure all loads, and print one table. A row is printed as soon as it is known."""
     async with contextlib.AsyncExitStack() as stack:
         small, large = [
             await stack.enter_async_context(
@@ -216,7 +221,7 @@ async def measure(url: str, keys: Sequence[str], loads: Sequence[Load], num_roun
 
 
 def main() -> None:
-    """Start a server, measure, end it."""
+    """Start a server, measure it, and end it."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.isolation",
         description=__doc__,

@@ -2,12 +2,13 @@
 
     python -m benchmarks.monitoring [--instances N] [--seconds S] [--processes N]
 
-The conductor process with instances that compute nothing (`load.instant_workers`), half of them prefill,
-whose heartbeats tell of pools that have exchanged blocks with ten others each. 64 clients stream answers of
-64 tokens, an event each, one after the other. Then, with nothing else going on, what a scrape and a dashboard
-take. Processor time is that of the conductor's process, all threads, as the kernel's scheduler counts it. A
-dashboard asks once a second; it takes at most as much of a core as it waits for the answer. Counting is timed
-by itself: all that is counted of one request, many times.
+The Conductor's process has instances that compute nothing (`benchmarks.front.instant_workers`). Half of them
+prefill. Their heartbeats report pools that have exchanged blocks with ten other pools each. 64 clients stream
+answers of 64 tokens, one event for each token, one answer after the other. Then scrapes and polls of a
+dashboard are measured without other load. Processor time is that of all threads of the Conductor's process,
+as the kernel's scheduler counts it. A dashboard polls once a second; the seconds until it is answered are an
+upper bound of its share of a core. Counting is timed by itself: everything that is counted of one request,
+many times.
 """
 
 import argparse
@@ -39,13 +40,13 @@ _NUM_COUNTED = 5000
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time that a process has used, over all its threads, exact to the nanosecond."""
+    """Return the seconds of processor time that all threads of a process have used, to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def counting_s() -> float:
-    """Return the seconds of counting one request whose answer has that many tokens: the best of five."""
+    """Return the seconds that counting takes for one request of `NUM_OUTPUT` tokens: the best of five."""
     metrics = Metrics(CollectorRegistry(), "model", 1.0, 0.1)
     gaps_s = [0.02] * (NUM_OUTPUT - 1)
     best_s = float("inf")
@@ -66,7 +67,7 @@ def counting_s() -> float:
 
 
 def streams() -> Run:
-    """Return the run of streamed requests, without server and number of requests."""
+    """Return the run of streamed requests. Server and number of requests are still to be set."""
     return Run(
         source=MixSource(Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), 1.0, 1.0), 1.0),
         concurrency=CONCURRENCY,
@@ -77,10 +78,10 @@ def streams() -> Run:
 
 
 def watched(url: str, pid: int) -> tuple[list[float], float, list[float]]:
-    """Load a server with scrapes and with polls of a dashboard, one a second.
+    """Scrape a server and poll its dashboard, once a second.
 
-    Returns the seconds until each scrape was answered, the processor time of one, and the seconds until each
-    poll was answered.
+    Returns the seconds until each scrape was answered, the processor seconds of one scrape, and the seconds
+    until each poll was answered.
     """
     with httpx.Client(base_url=url, timeout=30) as client:
         client.get("/metrics").raise_for_status()

@@ -1,10 +1,10 @@
-"""A decode step with KV heads or parts of sequences at a helper, beside the same step in one process.
+"""A decode step with KV heads or parts of sequences at a helper, compared with the same step in one process.
 
-    .venv/bin/python -m benchmarks.moved_attention [--sequences] [--tokens 16384] [--batches 1 8]
+  .venv/bin/python -m benchmarks.moved_attention [--sequences] [--tokens 16384] [--batches 1 8]
 
-The engine alone, random weights in bfloat16 in the shapes of two models, one computing thread in each of the
-two processes. Both kinds of steps have the same KVCache. Their logits are compared bit for bit; with
-`--sequences`, whose sums have another order, within 5% of the largest one.
+The engine alone is measured, with random weights in bfloat16 and the shapes of two models. Each of the two
+processes has one computing thread. Both kinds of steps have the same KVCache. Their logits must be equal bit
+for bit. With `--sequences` sums have another order, and logits may differ by 5% of the largest one.
 """
 
 import argparse
@@ -57,7 +57,7 @@ PORT = 7100
 
 
 def empty(shape: str, num_pages: int) -> tuple[DecoderModel, DeviceKVCache]:
-    """Return a model without weights, and its KVCache."""
+    """Return a model without weights, and a KVCache for it."""
     spec = model_spec(SHAPES[shape])
     layers = range(spec.num_layers)
     model = DecoderModel(spec, layers, torch.bfloat16)
@@ -65,7 +65,7 @@ def empty(shape: str, num_pages: int) -> tuple[DecoderModel, DeviceKVCache]:
 
 
 def help_owners(shape: str, num_pages: int, path: str, host: str | None) -> None:
-    """Run as the helper, on another host if it is named, until killed."""
+    """Run as the helper until killed, on another host if `host` names one."""
     torch.set_num_threads(1)
     model, kv = empty(shape, num_pages)
     with contextlib.ExitStack() as stack:
@@ -79,7 +79,7 @@ def help_owners(shape: str, num_pages: int, path: str, host: str | None) -> None
 
 
 def wait_for(path: Path) -> None:
-    """Wait until the helper listens."""
+    """Wait until the helper listens at `path`."""
     while not path.exists():
         time.sleep(0.1)
 
@@ -98,7 +98,7 @@ class Steps:
         self.chunks = [Chunk([1000], num_tokens - 1, pages) for pages in tables]
 
     def measure(self) -> tuple[float, torch.Tensor]:
-        """Return the median seconds of the steps, and the logits."""
+        """Return the median seconds of a step, and the logits."""
         times_s = []
         for _ in range(NUM_STEPS + 2):
             began_s = time.perf_counter()
@@ -107,7 +107,7 @@ class Steps:
         return statistics.median(times_s[2:]), logits
 
     async def move(self, address: str, part: ModulesPart) -> HelperLink:
-        """Move a part to the helper at `address`."""
+        """Move a part of the model or of sequences to the helper at `address`."""
         kv, num_sequences = self.kv, len(self.chunks)
         request = HostModules(
             LINK_VERSION,
@@ -129,7 +129,7 @@ class Steps:
         return link
 
     def _divided(self, pages: list[int], share: float) -> list[int]:
-        """Copy the first of a sequence's pages to the helper. Returns the new page table."""
+        """Copy a sequence's first pages to the helper, and return the new page table."""
         num = int(share * len(pages))
         there = self.kv.allocate(num, num)
         assert self.kv.num_hosted_of(there) == num, "no other page is free"
@@ -140,7 +140,7 @@ class Steps:
 
 
 async def compare(shape: str, batch_size: int, num_tokens: int, host: str | None, *, sequences: bool) -> None:
-    """Measure one model and batch size, and print a row. The helper is on this host, or on another one."""
+    """Measure one model and batch size, and print a row. `host` names the helper's host; None for this."""
     steps = Steps(shape, batch_size, num_tokens)
     num_kv_heads = steps.model.spec.num_kv_heads
     part = ModulesPart(share=0.5) if sequences else ModulesPart(num_kv_heads // 2)
@@ -169,7 +169,7 @@ async def compare(shape: str, batch_size: int, num_tokens: int, host: str | None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print one table."""
+    """Measure all models and batch sizes, and print one table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.moved_attention", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,6 +1,6 @@
-"""Another host on this machine: a network namespace, with a link to this one.
+"""Another host on this machine: a network namespace with a link to this host.
 
-Owns: the namespace. Does not know: what runs there.
+Owns: the namespace. Does not know: which processes run there.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 
 HERE, THERE = "10.78.0.1", "10.78.0.2"
-"""The addresses of this host and of the other one."""
+"""The addresses of this host and of the other host."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -33,7 +33,7 @@ def other_host() -> Iterator[str]:
 
 
 def enter(name: str) -> None:
-    """Have this thread, and what it starts, be on that host. Raises OSError."""
+    """Move this thread, and the processes that it starts, to this host. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):

@@ -1,6 +1,6 @@
-"""The findings of a measurement: tables whose rows are printed as they come, and kept.
+"""The findings of a measurement: tables whose rows are printed at once, and kept.
 
-Owns: Markdown, the file for programs. Does not know: what is measured.
+Owns: Markdown, the file for programs. Does not know: the measurements.
 """
 
 import json
@@ -19,10 +19,10 @@ class Found(NamedTuple):
 
 
 class Report:
-    """Tables, and whether every result in them is right and every bar is met."""
+    """Tables of findings. `is_good`: whether every result is right and every bar is met."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Begin. `file` is written anew after each row, as JSON."""
+        """Begin a report. `file` is written anew as JSON after each row."""
         self.is_good = True
         self._began_s = time.monotonic()
         self._file = file
@@ -30,12 +30,12 @@ class Report:
         self._facts: dict[str, str] = {}
 
     def table(self, title: str, *columns: str) -> None:
-        """Begin a table."""
+        """Begin a table with these columns."""
         self._tables.append({"title": title, "columns": columns, "rows": [], "values": []})
         self._print("\n".join(_head(title, columns)))
 
     def row(self, *cells: str, **values: object) -> None:
-        """Add a row to the last table: its cells, and the same facts as numbers and words for programs."""
+        """Add a row to the last table. `values` are the same facts for programs, as numbers and words."""
         self._tables[-1]["rows"].append(cells)
         self._tables[-1]["values"].append(values)
         self._print(_line(cells))
@@ -45,7 +45,7 @@ class Report:
         self.table(title, "", "found", "after", "")
 
     def check(self, name: str, find: Callable[[], Found]) -> bool:
-        """Add a row with the finding that `find` returns or raises. Returns whether it was good."""
+        """Add a row with the finding that `find` returns or raises. Returns whether the finding is good."""
         try:
             is_good, figure = find()
         except Exception as error:  # noqa: BLE001 - the other checks go on
@@ -57,7 +57,7 @@ class Report:
         return is_good
 
     def say(self, **facts: str) -> None:
-        """Keep facts about the whole report, such as `error`."""
+        """Add facts about the whole report, such as `error`."""
         self._facts |= facts
         self._print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
 
@@ -68,7 +68,7 @@ class Report:
 
 
 def _told(error: Exception) -> str:
-    """Return an error's text and where it was raised, also in another process."""
+    """Return an error's text, and the place where it was raised, even in another process."""
     text = "".join(traceback.format_exception(error.__cause__ or error))
     places = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
     said = " ".join(str(error)[:600].split())
@@ -76,7 +76,7 @@ def _told(error: Exception) -> str:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write a file so that a reader finds all of it or the version before, whenever its writer is killed."""
+    """Write a file as a whole: a reader finds the new or the old version, even if the writer is killed."""
     written = file.with_name(f"{file.name}.new")
     written.write_text(json.dumps(value))
     written.replace(file)

@@ -1,14 +1,14 @@
-"""Measure what clients of a front in its own process notice when the conductor is killed.
+"""Measure the effect of a killed Conductor on clients, whose front is in a process of its own.
 
-    python -m benchmarks.restart [--streams N] [--tokens N] [--decode N] [--standby]
+  python -m benchmarks.restart [--streams N] [--tokens N] [--decode N] [--standby]
 
-A conductor, a front, a prefill instance and some decode instances, each on a node of its own. Their workers
-compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`). All streams
-run at once; beside them a short request comes each 0.2 s for a while. In the first run nothing is killed. In
-the second run the conductor's process is killed when these requests begin, and its supervisor starts it
-again. With --standby there are two conductors, of which etcd (from Debian's packages) makes one the leader:
-its process is killed in the second run, and in a third run its whole node, so that nobody tells etcd of its
-end. A stream that does not end with all its tokens counts as lost.
+A Conductor, a front, a prefill instance and some decode instances are on nodes of their own. The workers
+compute a tiny model, but take the time of a larger one for each pass (`benchmarks.overload`). All streams run
+at once. Beside them a short request is sent every 0.2 s for a while. In the first run nothing is killed. In
+the second run the Conductor's process is killed when these requests begin, and its supervisor starts it
+again. With --standby there are two Conductors, and etcd (from Debian's packages) makes one of them the
+leader. The leader's process is killed in the second run. In a third run its whole node is killed, so that no
+supervisor tells etcd of its end. A stream that does not end with all its tokens counts as lost.
 """
 
 import argparse
@@ -38,27 +38,32 @@ from mooncake.security.keys import ClusterKey
 MODEL = "slowed"
 NUM_PROMPT_TOKENS = 60
 NUM_TOKENS_BEFORE = 30
-"""Tokens that each stream must have before the kill."""
+"""The tokens that each stream must have before the kill."""
 PROBE_PERIOD_S, PROBES_S = 0.2, 8.0
 MAX_FACTOR, MAX_MORE_S, MAX_PROBE_S = 1.5, 0.5, 3.0
-"""Bars: the longest gap as a multiple of the first run's p99.9 and in seconds beyond it, and the time of a
-request that arrives meanwhile."""
+"""Bars of the longest gap and of requests that arrive meanwhile.
+
+The longest gap is at most `MAX_FACTOR` times the first run's p99.9 plus `MAX_MORE_S` seconds. A request that
+arrives meanwhile has its first token within `MAX_PROBE_S` seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The running nodes. `front` is the URL for clients; `conductors` are the supervisors of the conductors'
-    nodes, by URL."""
+    """The running nodes.
+
+    `front` is the URL for clients. `conductors` has the supervisor of each Conductor's node, by URL.
+    """
 
     front: str
     conductors: dict[str, int]
 
     def kill_process(self) -> None:
-        """Kill the process of the leading conductor, the only child of its supervisor."""
+        """Kill the process of the leading Conductor, which is the only child of its supervisor."""
         os.kill(_child_of(self._leader), signal.SIGKILL)
 
     def kill_node(self) -> None:
-        """Kill the supervisor too, so that nobody reports the end of its child."""
+        """Kill the leading Conductor and its supervisor, so that no process reports the end."""
         leader = self._leader
         child = _child_of(leader)
         os.kill(leader, signal.SIGKILL)
@@ -79,13 +84,13 @@ def _child_of(supervisor: int) -> int:
 
 @dataclass(slots=True)
 class Answer:
-    """The times at which the tokens of one answer came."""
+    """The times at which the tokens of one answer arrived."""
 
     num_tokens: int
     began_s: float
     times_s: list[float] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event that the answer has `NUM_TOKENS_BEFORE` tokens."""
+    """Set when the answer has `NUM_TOKENS_BEFORE` tokens, or has ended."""
     is_whole: bool = False
 
     @property
@@ -94,7 +99,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """The seconds to the first token; infinite without a token."""
+        """The seconds to the first token; infinite if no token came."""
         return self.times_s[0] - self.began_s if self.times_s else float("inf")
 
 
@@ -136,8 +141,7 @@ def cluster(num_decode: int, has_standby: bool, output: int) -> Iterator[Cluster
 
 @contextlib.contextmanager
 def etcd(folder: Path, output: int) -> Iterator[str]:
-    """Make a context with an etcd of one member, and yield its address. Raises ServerError,
-    CannotFetchError."""
+    """Start an etcd of one member, and yield its URL. Raises ServerError, CannotFetchError."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [str(fetch("etcd-server") / "usr/bin/etcd"), f"--data-dir={folder / 'etcd'}"]
     command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
@@ -176,7 +180,7 @@ async def ask(url: str, prompt: list[int], answer: Answer) -> None:
 async def run(
     front: str, num_streams: int, num_tokens: int, number: int, kill: Callable[[], None]
 ) -> tuple[list[Answer], list[Answer]]:
-    """Run `number` of the experiment. Returns the answers of the streams, and of the requests beside them."""
+    """Do run `number` of the experiment. Returns the answers of the streams and of the short requests."""
     streams = [Answer(num_tokens, time.monotonic()) for _ in range(num_streams)]
     async with asyncio.TaskGroup() as group:
         for index, answer in enumerate(streams):

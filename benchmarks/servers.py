@@ -1,7 +1,7 @@
-"""A server as a child process, for as long as it is measured.
+"""A server as a child process for the time of a measurement.
 
-Owns: a free port, starting, waiting until the server is ready, ending. Does not know: which server, what is
-measured.
+Owns: a free port, starting, waiting until the server is ready, ending. Does not know: which server, the
+measurement.
 """
 
 import contextlib
@@ -21,13 +21,15 @@ END_DEADLINE_S = 60.0
 
 
 class ServerError(Exception):
-    """A server did not start."""
+    """The error of a server that did not start."""
 
 
 @contextlib.contextmanager
 def telling_why(*errors: type[Exception]) -> Iterator[int]:
-    """Make a context with a file for servers' output. One of `errors` ends the program, with the last lines
-    of the file."""
+    """Make a context with a file for servers' output, and yield its descriptor.
+
+    One of `errors` ends the program with the last lines of the file.
+    """
     with tempfile.TemporaryFile() as log:
         try:
             yield log.fileno()
@@ -49,7 +51,7 @@ class Server:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stop the processes until `resume`."""
+        """Stop all processes of the server until `resume` is called."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -65,7 +67,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """Make a context in which SIGTERM ends the program as Ctrl-C does, so that its servers are ended too."""
+    """Make a context in which SIGTERM ends the program like Ctrl-C, so that its servers are ended too."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -80,10 +82,10 @@ def serving(
     environment: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> Iterator[Server]:
-    """Make a context with a server that runs `command`, and is ready when `ready_url` answers 200.
+    """Start a server with `command`, and wait until `ready_url` answers 200.
 
-    The server is ended with the context, also after SIGTERM. `output`: a descriptor in place of our own
-    stdout and stderr. Raises ServerError.
+    The server is ended with the context, even after SIGTERM. `output`: a descriptor for the server's stdout
+    and stderr; None for our own. Raises ServerError.
     """
     with heeding_sigterm():
         process = subprocess.Popen(

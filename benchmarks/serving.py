@@ -1,9 +1,10 @@
-"""TTFT and output throughput of a whole local cluster, through HTTP.
+"""The TTFT and output throughput of a whole local cluster, through HTTP.
 
-    python -m benchmarks.serving [mooncake-serve flags]
+  python -m benchmarks.serving [mooncake-serve flags]
 
-Starts `mooncake-serve --role all` on a free port with the given flags, measures in a closed loop, and prints
-one table. Prompts are random tokens, different for each request, so nothing is cached.
+It starts `mooncake-serve --role all` on a free port with the given flags, measures single requests and a
+closed loop, and prints two tables. Prompts are random tokens, different for each request, so nothing is
+cached.
 """
 
 import json
@@ -24,7 +25,7 @@ NUM_ROUNDS = 5
 PROMPT_LENS = (16, 128, 512, 1024, 2048, 4096)
 CONCURRENCIES = (1, 8, 32)
 NUM_INPUT, NUM_OUTPUT = 128, 64
-"""Tokens of a request in the closed loop."""
+"""The tokens of a prompt and of an answer in the closed loop."""
 
 
 class Completes(Protocol):
@@ -37,7 +38,7 @@ class Completes(Protocol):
 
 
 class Client:
-    """A client that sends completions with random prompts, as token ids."""
+    """A client that sends completions with random prompts as token ids."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64))
@@ -66,8 +67,8 @@ def timed(
 ) -> float:
     """Send a completion, read its stream, and return its TTFT in seconds.
 
-    `num_tokens_of` returns the number of tokens that an event has or reports. Raises RuntimeError unless they
-    are `num_output_tokens` in all.
+    `num_tokens_of` returns the number of tokens that an event has or reports. Raises RuntimeError if the sum
+    over all events is not `num_output_tokens`.
     """
     started_s = time.perf_counter()
     ttft_s = None
@@ -84,8 +85,10 @@ def timed(
 
 
 def closed_loop(client: Completes, concurrency: int, num_requests: int) -> tuple[float, list[float]]:
-    """Return the output tokens a second with `concurrency` requests in flight, and the TTFTs of all in
-    seconds."""
+    """Send requests with `concurrency` of them in flight.
+
+    Returns the output tokens a second, and the TTFTs of all requests in seconds.
+    """
     started_s = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as threads:
         ttfts_s = list(threads.map(lambda _: client.complete(NUM_INPUT, NUM_OUTPUT), range(num_requests)))
@@ -93,12 +96,12 @@ def closed_loop(client: Completes, concurrency: int, num_requests: int) -> tuple
 
 
 def our_command(port: int, flags: Sequence[str]) -> list[str]:
-    """Return the command of a whole cluster on this machine."""
+    """Return the command that starts our server on this port with these flags."""
     return [sys.executable, "-m", "mooncake", "--port", str(port), *flags]
 
 
 def measure(client: Client, report: Report) -> None:
-    """Measure both tables."""
+    """Measure single requests and the closed loop, and add a table for each."""
     client.complete(64, 4)  # first calls allocate
     report.table("One request at a time", "prompt tokens", "TTFT p50", "prefill tok/s")
     for num_prompt_tokens in PROMPT_LENS:
@@ -116,7 +119,7 @@ def measure(client: Client, report: Report) -> None:
 
 
 def main() -> None:
-    """Start a cluster, measure, end it."""
+    """Start a cluster, measure it, and end it."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     try:

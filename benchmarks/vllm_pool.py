@@ -1,13 +1,13 @@
-"""vLLM's servers that share our pool, beside vLLM alone and beside a connector of its own.
+"""Servers of vLLM that share our pool, compared with vLLM alone and with one of vLLM's own connectors.
 
     python -m benchmarks.vllm_pool [--rounds N] [--peer MooncakeStoreConnector|ExampleConnector|none]
         [--block-size N]
 
-Hits: two servers with one connector; the first computes a prompt, the second finds all but its last page.
-Their TTFT is compared. The peer is a connector that comes with vLLM: MooncakeStoreConnector shares a Mooncake
-Store (its package needs libibverbs, also without RDMA), ExampleConnector shares files. Cost: output tokens a
-second of a server with a connector and of one without, in turns, with prompts that share nothing.
-`--block-size` is that of all servers.
+Hits: two servers have the same connector. The first computes a prompt, the second finds all of it but the
+last page. Their TTFTs are compared. The peer is a connector that comes with vLLM. MooncakeStoreConnector
+shares a Mooncake Store (its package needs libibverbs even without RDMA), ExampleConnector shares files. Cost:
+the output tokens a second of a server with a connector and of one without, in turn, with prompts that share
+nothing. `--block-size` is the block size of all servers.
 """
 
 import argparse
@@ -35,9 +35,9 @@ from benchmarks.tools.arguments import count
 NUM_PROMPT_TOKENS = 1500
 POOL_BYTES = "2GiB"
 STORE_S = 0.5
-"""Seconds that the first server has for storing its computed blocks."""
+"""Seconds that the first server has to store its computed blocks."""
 PER_CLIENT = 2
-"""Requests of each client in a closed loop."""
+"""The requests of each client in a closed loop."""
 MOONCAKE_STORE = {
     "metadata_server": "P2PHANDSHAKE",
     "protocol": "tcp",
@@ -45,12 +45,12 @@ MOONCAKE_STORE = {
     "global_segment_size": POOL_BYTES.removesuffix("iB") + "B",
     "local_buffer_size": "512MB",
 }
-"""The settings of a Mooncake Store, to which each server contributes that much memory."""
+"""The settings of a Mooncake Store. Each server contributes `global_segment_size` of memory to it."""
 HIT_BAR, COST_BAR = 0.25, 0.97
 
 
 class Side(NamedTuple):
-    """A running vLLM server, which is paused except while it is measured."""
+    """A running vLLM server. It is paused except while it is measured."""
 
     server: Server
     client: Client
@@ -65,7 +65,7 @@ class Side(NamedTuple):
             self.server.pause()
 
     def ttft_s(self, prompt: list[int]) -> float:
-        """Return the time to the first token of an answer to `prompt`."""
+        """Return the seconds to the first token of an answer to `prompt`."""
         with self.awake(), httpx.Client(base_url=self.url, timeout=300) as http:
             model = http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             body = {
@@ -82,7 +82,7 @@ class Side(NamedTuple):
 
 @contextlib.contextmanager
 def pool(folder: Path, log: int) -> Iterator[dict[str, object]]:
-    """Make a context with a pool of ours, and yield the settings of a connector to it."""
+    """Start a pool of ours, and yield the settings of a connector to it."""
     socket = folder / "pool.sock"
     flags = ("--role", "pool", "--kvcache-socket", str(socket), "--kvcache-pool-bytes", POOL_BYTES)
     process = subprocess.Popen(our_command(free_port(), flags), stdout=log, stderr=log)
@@ -104,8 +104,10 @@ def pool(folder: Path, log: int) -> Iterator[dict[str, object]]:
 
 @contextlib.contextmanager
 def peer(name: str, engine: VllmCpu, folder: Path) -> Iterator[tuple[dict[str, object], dict[str, str]]]:
-    """Make a context with the processes that one of vLLM's own connectors needs. Yields its settings and
-    changes of the environment."""
+    """Start the processes that one of vLLM's own connectors needs.
+
+    Yields the connector's settings, and changes of the environment variables.
+    """
     if name == "MooncakeStoreConnector":
         package = engine.mooncake_store()
         with contextlib.closing(Master(package / "mooncake" / "mooncake_master")) as master:
@@ -129,8 +131,10 @@ def vllm(
     block_size: int,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Side]:
-    """Make a context with a server, with or without this connector. `environment`: changes of the variables
-    that our connector needs."""
+    """Start a server of vLLM with this connector, or without one, and yield it paused.
+
+    `environment`: changes of the environment variables that our connector needs.
+    """
     port = free_port()
     options = ["--block-size", str(block_size)]
     if connector is not None:
@@ -152,7 +156,7 @@ def vllm(
 
 
 def measure_hits(name: str, sides: list[Side], rounds: int) -> list[str]:
-    """Measure the TTFT of the second server beside that of the first. Returns a row."""
+    """Measure the TTFTs of both servers for the same prompts. Returns a row of the table."""
     draw = random.Random(name)
     first, second = sides
     computed_s, found_s = [], []
@@ -176,7 +180,7 @@ def measure_hits(name: str, sides: list[Side], rounds: int) -> list[str]:
 
 
 def measure_cost(name: str, connected: Side, plain: Side, rounds: int) -> Iterator[list[str]]:
-    """Measure tokens a second with a connector and without any, in turns."""
+    """Measure the tokens a second with and without a connector, in turn. Yields the rows of the table."""
     for concurrency in CONCURRENCIES:
         rates: dict[str, list[float]] = {"connected": [], "plain": []}
         for number in range(rounds):

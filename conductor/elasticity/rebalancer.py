@@ -3,8 +3,8 @@
     measure    the work that arrives, in instances of each stage (`demand`, `capacity`)
     compare    the share of requests that is served now, with one more prefill and with one more decode
                instance
-    decide     whether a change pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35) follow
-    the change until it is done, and the share of rejections before and after it
+    decide     whether a change pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35)
+    follow     the change until it is done, and the share of rejections before and after it
 
 A change must not break an SLO that is met. So the instance's requests must fit on the other instances. A
 change is never reversed while load and instances stay the same. When load or instances change, a limited

@@ -1,7 +1,7 @@
 """Predicted times of KVCache transfers between instances (Mooncake, section 6.1).
 
-    time = latency + (bytes in flight at the source + bytes) / the source's bandwidth + bytes on SSD / SSD
-               bandwidth
+    time = latency + (bytes in flight at the source + bytes) / the source's bandwidth
+           + bytes on SSD / SSD bandwidth
 
 "It is determined not only by the size of the transferred data but also by the current network status,
 especially whether the sending node is under congestion." Heartbeats report the bytes in flight between any
