@@ -1,5 +1,6 @@
-"""The admission of requests to a decode instance: pages for the prompt, prefill, arrival of the KVCache
-(Mooncake, section 3, step 4).
+"""The admission of requests to a decode instance (Mooncake, section 3, step 4).
+
+A request first gets pages for its prompt. Then its prompt is prefilled, and its KVCache arrives.
 
 Owns: the order of events until the sequence enters the batch. Does not know: how requests are placed, how
 bytes travel, what the batch does with the sequence.
@@ -55,7 +56,7 @@ class Arrivals:
     def decode(self, order: Decode) -> None:
         """Continue a reserved request whose prefill is done.
 
-        An order for an unknown request is dropped, as the request has just been aborted.
+        An order for an unknown request is dropped, because the request has just been aborted.
         """
         future = self._orders.get(order.ref)
         if future is not None and not future.done():
@@ -78,8 +79,9 @@ class Arrivals:
             await self._runs.complete(sequence)
 
     async def _enter(self, sequence: Sequence, order: Reserve) -> None:
-        """Reserve pages for a sequence, and enter it into the batch: at once if its prompt is inlined, else
-        when its KVCache has arrived."""
+        """Reserve pages for a sequence, and enter the sequence into the batch.
+
+        An inlined prompt enters at once, any other prompt when its KVCache has arrived."""
         num_tokens, page_size = len(order.request.token_ids), self._executor.kv.page_size
         if order.inline:
             await self._prefix_turns.wait(order.ref, sequence.rank, order.request.block_keys)
@@ -102,9 +104,9 @@ class Arrivals:
     async def _receive_kvcache(self, sequence: Sequence, decode: Decode, *, may_refuse: bool) -> None:
         """Receive the prompt's KVCache and its first token from the prefill instance.
 
-        The TBT is checked before the first token leaves (section 3), with the batch of that moment, which the
-        Conductor could only predict. With a TTFT and a TBT SLO, the first token is held while the KVCache
-        comes.
+        The TBT is checked before the first token leaves (section 3). The check uses the actual batch, which
+        the Conductor could only predict. If the request has a TTFT and a TBT SLO, the first token is held
+        while the KVCache arrives.
         """
         sequence.ordered_s = self._now_s()
         due_s = None if decode.time_left_s is None else sequence.ordered_s + decode.time_left_s

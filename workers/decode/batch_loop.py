@@ -1,6 +1,6 @@
 """The loop of a decode batch: receive tokens, plan the next iteration, send the tokens while it runs.
 
-Owns: the loop. Does not know: how a sequence gets into the batch, what happens after it has left.
+Owns: the loop. Does not know: how a sequence gets into the batch, what happens to a sequence that has left.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ class BatchLoop:
     A turn begins when `changed` is set: an iteration has begun or ended, a sequence has come or must leave,
     or tokens may be sent.
 
-    `recheck` is called in each turn, so that requests that wait for a smaller batch, or for pages, are
-    checked again. `on_ended` is called with each iteration that has ended. If a helper has not answered, so
-    that the iteration has no results, `on_ended` holds the loop.
+    `recheck` is called in each turn, to check again the requests that wait for a smaller batch or for pages.
+    `on_ended` is called with each iteration that has ended. If a helper has not answered, the iteration has
+    no results, and `on_ended` holds the loop.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchLoop:
         self._changed.set()
 
     def _receive(self) -> list[tuple[str, TokenOutput]]:
-        """Return the tokens of iterations that have ended, behind first tokens that are no longer held."""
+        """Return the first tokens that are no longer held, then the tokens of iterations that have ended."""
         ended = self._iterations.receive()
         for iteration in (*ended, *self._iterations.in_flight):
             self._held_tokens.begun(iteration.sequences)

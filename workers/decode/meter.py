@@ -30,7 +30,7 @@ class DecodeMeter:
         self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
         self._last_ended_s: float | None = None
         self._has_paused = False
-        """Whether the next iteration was delayed on purpose since the latest one ended."""
+        """Whether the next iteration has been delayed on purpose since the latest iteration ended."""
 
     @contextmanager
     def host_time(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class DecodeMeter:
         self._has_paused = True
 
     def idle(self) -> None:
-        """Record that no sequence is being decoded. The time of an idle device counts as no bubble."""
+        """Record that no sequence is being decoded. An idle device's time does not count as a bubble."""
         self._last_ended_s = None
 
     @property

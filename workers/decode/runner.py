@@ -1,10 +1,10 @@
 """The decode runner: continuous batching of requests placed on this instance or migrating to it.
 
-Each request has a task that brings its KVCache here and seals it in the end; one loop runs the batch.
-docs/decode.md shows what runs at the same time.
+Each request has a task that brings its KVCache here, and seals its blocks in the end. One loop runs the
+batch. docs/decode.md shows what runs at the same time.
 
-In a tensor-parallel group this is the first rank. The other ranks do the same with their parts of each
-sequence's KVCache, and all ranks compute each iteration.
+In a tensor-parallel group the runner is in the first rank. The other ranks do the same work on their parts of
+each sequence's KVCache. All ranks compute each iteration.
 
 Owns: decode jobs, and the reports of their errors. Does not know: how requests are placed, how bytes travel.
 """
@@ -68,11 +68,11 @@ class DecodeRunner:
 
     A prompt that is inlined (`Reserve.inline`) needs no `Decode`; `Prefilled` reports its first token. A
     request that migrates here comes with `Prepare` and `TakeOver` instead of `Reserve` and `Decode`.
-    `Jobs.cancel` stops a request in every step, and releases everything.
+    `Jobs.cancel` stops a request at any step, and releases all that the request holds.
 
-    `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
-    they end with `run`. `tracer` gets spans of requests. `beat` sends a heartbeat. `has_prompts` returns
-    whether prompts of `Prefill` orders are here.
+    `emit` takes pairs of (front's endpoint, output) of one iteration. Only this runner uses `transfers`, and
+    `run` closes them at its end. `tracer` gets spans of requests. `beat` sends a heartbeat. `has_prompts`
+    returns whether prompts of `Prefill` orders are here.
     """
 
     def __init__(
@@ -181,15 +181,15 @@ class DecodeRunner:
 
     @property
     def modules(self) -> ModulesPlace:
-        """The place of this instance's modules."""
+        """The state of this instance's modules: where they are, and whether they move."""
         return self._module_moves.place
 
     @property
     def why_no_prompts(self) -> str:
-        """The reason why no `Prefill` order can be carried out; empty if one can.
+        """The reason why this instance can carry out no `Prefill` order; empty if there is no such reason.
 
-        A move of modules switches layers and heads between two iterations, which may be in the midst of a
-        prompt's pass.
+        A move of modules switches layers and heads between two iterations. At that time a prefill pass may be
+        running.
         """
         helper = self.modules.helper
         return f"modules of it are at {helper}, or move" if helper else ""
@@ -201,7 +201,7 @@ class DecodeRunner:
 
     @property
     def most_pages(self) -> int:
-        """The most device pages that any present or coming request may need before its end."""
+        """The most device pages that any request on this instance can need before its end."""
         return max(
             (
                 sequence.most_pages(self._page_size)
@@ -213,13 +213,14 @@ class DecodeRunner:
 
     @property
     def load(self) -> DecodeLoad:
-        """The load of this instance, with reserved and waiting requests."""
+        """The load of this instance. Requests that are reserved or wait are included."""
         return self._double_check.load(self._sequences.values())
 
     def take_held(self) -> list[Held]:
         """Return the requests that go on under another Conductor, and stop the others.
 
-        Requests that are to migrate here stop, as their sources go on, and so do requests not yet reserved.
+        Requests that migrate to this instance stop, because their sources go on decoding them. Requests that
+        are not yet reserved stop too.
         """
         held, prepared = list[Held](), self._destination.prepared
         for ref in self._jobs.going_on:
@@ -231,7 +232,7 @@ class DecodeRunner:
         return held
 
     def take_joining(self) -> list[Joining]:
-        """Return the progress of requests into the batch since the last call, and forget it."""
+        """Return the progress of requests into the batch since the last call."""
         return self._runs.take_joining()
 
     def reserve(self, order: Reserve) -> None:
@@ -245,8 +246,8 @@ class DecodeRunner:
     def migrate(self, order: MigrationOrder) -> None:
         """Carry out an order to the source or the destination of a migration.
 
-        An order for an unknown request is dropped, as the request has just ended, failed or been aborted.
-        Only `Prepare` begins a migration here.
+        An order for an unknown request is dropped, because the request has just ended, failed or been
+        aborted. Only `Prepare` begins a migration here.
         """
         match order:
             case PreCopy():
@@ -286,7 +287,7 @@ class DecodeRunner:
         self._module_moves.recheck()
 
     async def _call_off(self, sequence: Sequence) -> None:
-        """Give up a request that was to migrate to this instance; its source goes on."""
+        """Give up a request that was to migrate to this instance. Its source goes on decoding it."""
         if sequence.ref in self._jobs.going_on:
             self._jobs.cancel(sequence.ref)
             reason = "the pages that it has here go, as modules come back"

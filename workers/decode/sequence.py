@@ -1,4 +1,4 @@
-"""A request at a decode instance: its tokens, pages and times, and whether its output has ended."""
+"""A request at a decode instance, with its tokens, its pages, its times and its end."""
 
 import asyncio
 from collections import Counter
@@ -44,9 +44,9 @@ class CopyTimes(NamedTuple):
     name: str
     began_s: float
     ended_s: float | None = None
-    """The time at which the round ended; None before."""
+    """The time at which the round ended; None before the end."""
     num_tokens: int | None = None
-    """Tokens of the sequence whose KVCache has been copied when the round ends; None before."""
+    """The number of tokens whose KVCache has been copied when the round ends; None before the end."""
 
     def ended(self, at_s: float, num_tokens: int) -> "CopyTimes":
         """Return a copy of the round with its end at `at_s` and its number of tokens."""
@@ -60,11 +60,11 @@ class Sequence:
     Invariants:
 
     - `tokens` is the prompt followed by the output, which includes the output of earlier attempts.
-    - The newest token has no KVCache yet. Until the first token of an inlined prompt is drawn, only its
-      cached and its computed tokens have KVCache.
+    - The newest token has no KVCache yet. Until the first token of an inlined prompt is drawn, only the
+      prompt's cached tokens and computed tokens have KVCache.
     - `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING.
-    - In WAITING and OUT the KVCache that the sequence has is in the pool or in host memory
-      (`SequenceBlocks`); an inlined prompt may have none.
+    - In WAITING and OUT the sequence's KVCache is in the pool or in host memory (`SequenceBlocks`). An
+      inlined prompt may have no KVCache yet.
     """
 
     number: int
@@ -79,35 +79,41 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens whose KVCache was found, not computed."""
     num_computed_tokens: int = 0
-    """Tokens behind the cached ones that iterations have computed; counted until the first token is drawn."""
+    """Prompt tokens that iterations have computed, counted until the first token is drawn."""
     state: SequenceState = SequenceState.NEW
     in_flight_until: int | None = None
-    """Tokens with KVCache when the iteration in flight, planned or running, has ended; None without one."""
+    """The number of tokens with KVCache after the planned or running iteration; None if there is no such
+    iteration."""
     pages: list[int] = field(default_factory=list)
     num_stores: int = 0
-    """The number of stores of its blocks that are in progress, and read its pages."""
+    """The number of stores in progress that read the sequence's pages."""
     num_stays: int = 0
     """The number of times that the sequence has given its device pages back."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event of having device pages, or of not needing them any more."""
+    """The event that the sequence has device pages, or needs none any more."""
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event of an inlined prompt's first token; also set with `left`."""
+    """The event that an inlined prompt has its first token. The event is also set together with `left`."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event of having left the batch: tokens are sent, and nothing computes with the sequence's pages."""
+    """The event that the sequence has left the batch: its tokens are sent, and no iteration uses its
+    pages."""
     copy_at: int | None = None
-    """The number of tokens with KVCache at which a migration needs the full blocks in the pool; None without
-    a migration."""
+    """The number of tokens with KVCache at which a migration's next copy is due; None without a migration."""
     copy_due: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event of having at least `copy_at` tokens, or of growing no more; cleared when the copy begins."""
+    """The event that a migration's copy is due: the sequence has `copy_at` tokens, or waits and does not
+    grow.
+
+    The event is cleared when the copy begins."""
     is_wanted_elsewhere: bool = False
-    """Whether another instance is to continue the sequence, so that it leaves the batch as soon as it can."""
+    """Whether another instance is to continue the sequence, which therefore leaves the batch soon."""
     error: Exception | None = None
     must_be_alone: bool = False
     """Whether the sequence is a suspect, whose iterations are shared with no other sequence."""
     tbt_slo_s: float | None = None
     """The limit of the time between tokens in seconds; None for no limit."""
     received_s: float = 0.0
-    """The time of arrival at this instance in seconds, by the event loop's clock as all times below."""
+    """The time at which the request arrived at this instance, in seconds of the event loop's clock.
+
+    All times below are of that clock too."""
     reserved_s: float | None = None
     """The time at which the prompt had its pages in the pool."""
     ordered_s: float | None = None
@@ -138,8 +144,10 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The sort key of the batch's order, by arrival and priority, which never changes: the lowest is the
-        first of the wait queue, and the last to be preempted among sequences with equal shares."""
+        """The sort key of the batch's order, by arrival and priority. It never changes.
+
+        The sequence with the lowest key is the first of the wait queue. Among sequences with equal shares it
+        is the last to be preempted."""
         return rank_s(self.request.priority, self.received_s), self.number
 
     def keys(self, block_size: int) -> list[BlockKey]:
@@ -149,11 +157,11 @@ class Sequence:
         return extended_keys(known, self.tokens[: num_blocks * block_size], block_size, request.root_key)
 
     def continue_behind(self, request: Request) -> None:
-        """Replace request and tokens by those of `request`, whose output another instance has drawn."""
+        """Continue with `request`, whose tokens include the output that another instance has drawn."""
         self.request, self.tokens = request, list(request.token_ids)
 
     def check_copy(self) -> None:
-        """Set `copy_due` if the ordered copy is due; to be called after a change of length or state."""
+        """Set `copy_due` if the ordered copy is due. To be called after a change of length or state."""
         is_waiting = self.state is SequenceState.WAITING
         if self.copy_at is not None and (is_waiting or self.num_kv_tokens >= self.copy_at):
             self.copy_due.set()
@@ -175,7 +183,7 @@ class Sequence:
 
     @property
     def num_kv_tokens(self) -> int:
-        """The number of tokens whose KVCache exists when nothing is in flight."""
+        """The number of tokens whose KVCache exists, without those of an iteration in flight."""
         return len(self.tokens) - 1 if self.has_drawn else self.num_cached_tokens + self.num_computed_tokens
 
     @property
@@ -185,27 +193,27 @@ class Sequence:
 
     @property
     def draws_in_flight(self) -> bool:
-        """Whether the iteration in flight computes all known tokens, and so draws one."""
+        """Whether the iteration in flight computes all known tokens, and therefore draws a token."""
         return self.in_flight_until is not None and self.in_flight_until >= len(self.tokens)
 
     @property
     def next_start(self) -> int:
-        """The position from which on the next planned iteration computes."""
+        """The position of the first token that the next planned iteration computes."""
         return self.num_kv_tokens if self.in_flight_until is None else self.in_flight_until
 
     @property
     def num_tokens_to_plan(self) -> int:
-        """The number of the attempt's initial tokens that are in no iteration yet and have no KVCache."""
+        """The number of the attempt's initial tokens without KVCache that no iteration computes yet."""
         return max(0, len(self.request.token_ids) - self.next_start)
 
     @property
     def num_tokens_with_draw(self) -> int:
-        """The number of tokens, including one that is being drawn."""
+        """The number of tokens, including a token that is being drawn."""
         return len(self.tokens) + self.draws_in_flight
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the token that is being drawn is the last one in any case, because of `max_tokens`."""
+        """Whether the token that is being drawn will be the last, because of `max_tokens`."""
         max_tokens = self.request.sampling.max_tokens
         return self.num_tokens_with_draw - self.request.num_prompt_tokens >= max_tokens
 
@@ -217,7 +225,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the instance has accepted the request: its first token may leave, or will be drawn here."""
+        """Whether the instance has accepted the request: the double check is passed, or was not needed."""
         return self.has_drawn or self.state is not SequenceState.NEW
 
     def note_left(self) -> None:
@@ -252,7 +260,7 @@ class Sequence:
 
     @property
     def held_as(self) -> HeldStep | None:
-        """The step that another Conductor is told of this sequence; None if the sequence is about to
+        """The step of this sequence in a report to another Conductor; None if the sequence is about to
         leave."""
         if self.finish_reason is not None or self.is_wanted_elsewhere:
             return None
@@ -263,7 +271,7 @@ class Sequence:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """The reason why the output ends; None while the newest token is not the last."""
+        """The reason why the output ends with the newest token; None if the output goes on."""
         sampling = self.request.sampling
         if not self.has_drawn:
             return None

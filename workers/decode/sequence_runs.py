@@ -1,10 +1,10 @@
 """The life of a sequence in the batch: joining, preemption, end or move to another instance.
 
-The sequence's own task does all of this. As this task alone frees the sequence's pages, none is freed while
-it is copied.
+Each sequence has a task for all of these steps. Only this task frees the sequence's pages, so no page is
+freed while it is copied.
 
 Owns: the sequences of an instance, the order of events from the batch to the end. Does not know: how a
-sequence's KVCache comes here, iterations.
+sequence's KVCache gets to this instance, iterations.
 """
 
 import asyncio
@@ -36,14 +36,15 @@ Send = Callable[
 ]
 """A callback that sends a message to the Conductor."""
 Record = Callable[[Sequence, str], None]
-"""A callback for each sequence that leaves the instance, with the reason for an early end or an empty
-string."""
+"""A callback for each sequence that leaves the instance.
+
+Its second argument is the reason for an early end, or an empty string."""
 
 
 class SequenceRuns:
-    """The sequences of one instance, by the attempt that they serve.
+    """The sequences of one instance, each found by its attempt (`Ref`).
 
-    `open` adds a sequence, which enters the batch, or is prepared and joins it; `complete` decodes it to its
+    `open` adds a sequence. Its caller makes it enter or join the batch. Then `complete` decodes it to its
     end.
     """
 
@@ -86,7 +87,7 @@ class SequenceRuns:
     ) -> AsyncIterator[Sequence]:
         """Make a context with a sequence for the request. Its pages and batch slot are released at the end.
 
-        Raises NoRoomError if too many device pages are lent for the whole output.
+        Raises NoRoomError if so many device pages are lent that the sequence's whole output would not fit.
         """
         tokens, now_s = list(request.token_ids), self._now_s()
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, received_s=now_s)
@@ -110,7 +111,7 @@ class SequenceRuns:
                 self._changed.set()
 
     async def complete(self, sequence: Sequence) -> None:
-        """Decode a sequence until it ends or is handed over, and report that to the Conductor."""
+        """Decode a sequence until it ends or is handed over, and report its end to the Conductor."""
         await self._generate(sequence)
         sequence.left_s, ref = self._now_s(), sequence.ref
         if sequence.finish_reason is not None:
@@ -136,7 +137,9 @@ class SequenceRuns:
         self._changed.set()
 
     async def _generate(self, sequence: Sequence) -> None:
-        """Decode a sequence to its end or until it is wanted elsewhere, through any number of preemptions."""
+        """Decode a sequence to its end, or until another instance is to continue it.
+
+        The sequence can be preempted any number of times."""
         while sequence.finish_reason is None:
             self._changed.set()
             if sequence.is_wanted_elsewhere:
@@ -155,8 +158,8 @@ class SequenceRuns:
                 self._batch.enter(sequence)
 
     async def _join(self, sequence: Sequence) -> None:
-        """Load an admitted sequence and let it join the batch; wait for the first token of an inlined
-        prompt."""
+        """Load an admitted sequence and let it join the batch. If it is inlined, await its first token
+        too."""
         awaits_prefill = sequence.is_inlined and not sequence.has_drawn
         await self._blocks.load(sequence)
         self._batch.join(sequence)
@@ -169,7 +172,7 @@ class SequenceRuns:
             await self._end_prefill(sequence)
 
     async def _end_prefill(self, sequence: Sequence) -> None:
-        """Report an inlined prompt's first token to the Conductor, and store the prompt's blocks for other
+        """Report an inlined prompt's first token to the Conductor, and store its blocks for other
         requests."""
         if not sequence.has_drawn or sequence.error is not None:
             return

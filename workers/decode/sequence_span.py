@@ -1,6 +1,6 @@
 """The span of a request at a decode instance, from the reservation of its pages to its end there.
 
-Owns: the span's form. Does not know: when the span is made, where it is sent.
+Owns: the span's form. Does not know: when and where the span is sent.
 """
 
 import time
@@ -14,7 +14,7 @@ DECODE = "decode"
 def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
     """Return the span of a sequence that leaves `instance` now.
 
-    `error`: the reason for an early end, or empty.
+    `error` is the reason for an early end, or an empty string.
     """
     end, request = SpanEnd(time.monotonic(), error), sequence.request
     moves_here = any(copy.name == PREPARE for copy in sequence.copies)

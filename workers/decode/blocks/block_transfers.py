@@ -1,7 +1,8 @@
-"""Copies of whole blocks between device and pool, beside the batch: joining, sealing, preemption.
+"""Copies of whole blocks between device and pool, made while iterations run.
 
-No iteration writes the pages that are copied, and none reads a page that is being loaded. So no copy waits
-for an iteration, and no iteration for a copy.
+Sequences that join the batch, are sealed or are preempted need such copies. No iteration writes the pages
+that are copied, and no iteration reads a page that is being loaded. So copies and iterations do not wait for
+each other.
 
 Owns: a thread for loads and one for stores. Does not know: the sequences of the blocks.
 """

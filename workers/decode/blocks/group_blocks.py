@@ -1,9 +1,9 @@
-"""The KVCache of the sequences of a group: all ranks do the same with a sequence's blocks.
+"""The KVCache of a group's sequences: all ranks perform the same work on a sequence's blocks.
 
 A worker that is alone is a group of one rank.
 
-Owns: the calls to all ranks, the pages that a call concerns. Does not know: the batch, when and why blocks
-are copied.
+Owns: the calls to all ranks, and the choice of the pages for each call. Does not know: the batch, when and
+why blocks are copied.
 """
 
 import asyncio
@@ -35,8 +35,9 @@ from workers.groups.rank_messages import (
 
 
 class ReservedPages(NamedTuple):
-    """The pages of a prompt in the pools of all ranks: a grant for missing blocks, and the tiers of the
-    leading blocks that every rank has."""
+    """The pages of a prompt in the pools of all ranks.
+
+    The grant is for the missing blocks. The tiers are those of the leading blocks that every rank has."""
 
     grant: Grant
     cached_tiers: list[Tier | None]
@@ -44,7 +45,7 @@ class ReservedPages(NamedTuple):
     def num_tokens_by_source(self, num_tokens: int, page_size: int) -> Counter[str]:
         """Return a prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`).
 
-        Tokens without KVCache count as computed here, and so does the last token in any case.
+        Tokens without KVCache count as computed here. The last token always counts as computed here.
         """
         sources: Counter[str] = Counter()
         for index, tier in enumerate(self.cached_tiers):
@@ -55,9 +56,9 @@ class ReservedPages(NamedTuple):
 
 
 class GroupBlocks:
-    """The blocks of all sequences in all ranks of a group; `own` are the blocks of this rank.
+    """The blocks of all sequences in all ranks of a group. `own` has the blocks of this rank.
 
-    All ranks have stopped when a method returns or raises.
+    When a method returns or raises, all ranks have ended its work.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class GroupBlocks:
 
     @property
     def num_sealed_blocks(self) -> int:
-        """The number of blocks stored for other requests or instances: of answers, inlined prompts,
-        pre-copies."""
+        """The number of blocks stored for other requests or instances.
+
+        The blocks are of answers, inlined prompts and pre-copies."""
         return self._own.num_sealed_blocks
 
     def num_reserved_pages(self, sequence: Sequence) -> int:
@@ -91,7 +93,8 @@ class GroupBlocks:
     async def wait_arrived(self, sequence: Sequence) -> None:
         """Wait until the prompt's KVCache has arrived in all ranks.
 
-        Raises TransferError if its sender was lost, or if it has not arrived within the time limit.
+        Raises TransferError if the KVCache's sender was lost, or if the KVCache is late
+        (`arrival_timeout_s`).
         """
         try:
             async with asyncio.timeout(self._arrival_timeout_s):
@@ -102,13 +105,13 @@ class GroupBlocks:
     async def fetch(self, sequence: Sequence, keys: list[BlockKey], shards: tuple[PoolShard, ...]) -> int:
         """Fetch from another instance the blocks that the ranks' pools lack.
 
-        Returns how many leading blocks all ranks have then.
+        Returns how many leading blocks all ranks have after the fetch.
         """
         results = await self._perform(ReserveAndFetch(sequence.number, keys, shards, sequence.request.tenant))
         return min(result.num_blocks for result in results if isinstance(result, BlocksFetched))
 
     async def load(self, sequence: Sequence) -> None:
-        """Load the sequence's KVCache into its device pages, beside running iterations."""
+        """Load the sequence's KVCache into its device pages, while iterations run."""
         await self.load_to(sequence, self._filled_pages(sequence))
 
     async def load_to(self, sequence: Sequence, pages: list[int]) -> None:
@@ -116,8 +119,9 @@ class GroupBlocks:
         await self._perform(LoadBlocks(sequence.number, pages))
 
     async def store(self, sequence: Sequence, *, is_parked: bool) -> None:
-        """Store the sequence's full blocks in the pool; if `is_parked`, also its partial block, in a page
-        without a key."""
+        """Store the sequence's full blocks in the pool.
+
+        If `is_parked`, the partial block is stored too, in a page without a key."""
         keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]

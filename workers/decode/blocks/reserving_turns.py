@@ -1,17 +1,18 @@
 """The order in which prompts reserve pool pages at a decode instance: fair shares of the pool.
 
-A reserved prompt holds its pages until its sequence joins the batch, which may be long after its prefill. So
-the prompts of a tenant hold at most a share of the pool, and those of an answer a smaller share. The rest is
-headroom for other tenants, which need not wait until the batch has served all prompts before theirs. The next
-prompt is one of the tenant, and then of the answer, that holds the fewest pages; among equals, the oldest.
+A reserved prompt holds its pages until its sequence joins the batch, perhaps long after its prefill. So the
+prompts of a tenant hold at most a share of the pool, and the prompts of an answer hold at most a smaller
+share. The remaining pages are headroom for other tenants: their prompts need not wait until the batch has
+served all earlier prompts. The next prompt comes from the tenant that holds the fewest pages, and within the
+tenant from the answer that holds the fewest pages. Among equals the oldest prompt is the next.
 
-A waiting prompt counts with pages for all of its blocks: how many of the blocks the pool has is known only
-once they are reserved, as until then they can be evicted.
+A waiting prompt counts with pages for all of its blocks, even if the pool has some of the blocks: a block can
+be evicted until it is reserved.
 
-Short prompts have turns of their own, and an eighth of the pool that long prompts leave to them. So a short
+Short prompts have turns of their own, and an eighth of the pool that long prompts cannot use. So a short
 prompt does not wait for the long prompts of many tenants.
 
-Owns: the order of reservations. Does not know: how pages are reserved, what they hold.
+Owns: the order of reservations. Does not know: how pages are reserved, the contents of pages.
 """
 
 import asyncio
@@ -23,16 +24,18 @@ from dataclasses import dataclass
 from mooncake.messages.requests import Flow
 
 TENANT_SHARE = 0.75
-"""The share of the pool's pages that a tenant's reserved prompts hold at most; a single prompt may hold
-more."""
+"""The largest share of the pool's pages for the reserved prompts of one tenant.
+
+A prompt that is the tenant's only one is allowed more."""
 ANSWER_SHARE = 0.5
-"""The share of the pool's pages that an answer's reserved prompts hold at most; a single prompt may hold
-more."""
+"""The largest share of the pool's pages for the reserved prompts of one answer.
+
+A prompt that is the answer's only one is allowed more."""
 
 LONG_SHARE = 7 / 8
-"""The share of the pool's pages that long prompts hold at most; a single one may hold more."""
+"""The largest share of the pool's pages for long prompts. A single long prompt is allowed more."""
 _LONGEST_SHORT_SHARE = 1 / 64
-"""The share of the pool's pages that a short prompt has at most; one page is short in any pool."""
+"""The largest share of the pool's pages that a short prompt needs. A prompt of one page is always short."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +71,7 @@ class ReservingTurns:
             self.recheck()
 
     def recheck(self) -> None:
-        """Give turns to waiting prompts: to the next short and the next long one, where the turn is free.
+        """Give each free turn, for short or for long prompts, to the next prompt that waits for it.
 
         To be called when pages have been released.
         """

@@ -1,8 +1,8 @@
 """A rank's KVCache of the sequences that its group decodes: blocks in its pool, pages saved in host memory.
 
-A worker that is alone, or leads its group, performs each `RankWork` itself and has the other ranks perform it
-too. The keys of blocks filled while decoding are chained from those of the prompt, so the next turn of the
-conversation finds prompt and answer (Mooncake, section 3).
+The first rank performs each `RankWork` itself, and makes the other ranks perform the same work. The keys of
+blocks filled while decoding are chained from the prompt's keys. So the next turn of the conversation finds
+the blocks of prompt and answer (Mooncake, section 3).
 
 Owns: reservations and saved pages, by the sequence's number. Does not know: the batch.
 """
@@ -52,13 +52,14 @@ class _Holding:
 
 
 class SequenceBlocks:
-    """The blocks of all sequences in one rank. `close` ends `transfers`."""
+    """The blocks of all sequences in one rank. `close` also closes `transfers`."""
 
     def __init__(self, pool: WorkerClient, transfers: BlockTransfers) -> None:
         self._pool, self._transfers = pool, transfers
         self._holdings: dict[int, _Holding] = {}
         self.num_sealed_blocks = 0
-        """Blocks stored for other requests or instances: of answers, inlined prompts, pre-copies."""
+        """The number of blocks of answers, inlined prompts and pre-copies that were stored for others'
+        use."""
 
     @property
     def is_empty(self) -> bool:
@@ -66,7 +67,8 @@ class SequenceBlocks:
         return not self._holdings
 
     def num_reserved_pages(self, number: int) -> int:
-        """Return how many pool pages were reserved for a sequence: one for each block the pool lacked."""
+        """Return how many pool pages were reserved for a sequence: one for each block that the pool
+        lacked."""
         holding = self._holdings.get(number)
         if holding is None or holding.reservation is None:
             return 0
@@ -136,7 +138,8 @@ class SequenceBlocks:
             raise PoolError(f"{len(damaged)} blocks were damaged in the pool and have been dropped")
 
     async def _store(self, holding: _Holding, work: StoreBlocks) -> None:
-        """Store blocks whose device pages no iteration writes. Raises PoolFullError without room."""
+        """Store blocks whose device pages no iteration writes. Raises PoolFullError if the pool has no
+        room."""
         if not work.keys and not work.num_private:
             return
         reservation = await self._reserve(work.keys, work.num_private, work.tenant)

@@ -1,1 +1,1 @@
-"""Means to keep the time between tokens within its SLO: predictions, double check, pauses, prompt budgets."""
+"""The enforcement of TBT SLOs on a decode instance: predictions, double check, pauses, prompt budgets."""

@@ -1,11 +1,11 @@
 """The double check: a decode instance's own test of the TBT SLO (Mooncake, section 3, the local scheduler).
 
-Before a request's first token may leave, the instance predicts the TBT of its batch with the request: the
-request joins, waits for a smaller batch, or is refused. A first token that may leave can still be held, so
-that the gap to the second token is within the SLO.
+Before a request's first token is sent, the instance predicts the TBT of its batch with the request. Then the
+request joins, waits for a smaller batch, or is refused. The first token of a request that joins can still be
+held, so that the gap to the second token is within the SLO.
 
-Owns: the predicted TBT with a request, which requests wait for a smaller batch, held first tokens. Does not
-know: messages, how iterations are measured.
+Owns: the predicted TBT with a request, the requests that wait for a smaller batch, held first tokens. Does
+not know: messages, how iterations are measured.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class DoubleCheck:
     def __init__(self, predictors: IterationPredictors, max_batch: int) -> None:
         self._predictors, self._max_batch = predictors, max_batch
         self._turn = asyncio.Lock()
-        """Lock of the request that is being checked; others queue behind it."""
+        """The lock of the request that is being checked. Other requests wait for the lock."""
         self._changed = asyncio.Event()
         self._num_waiting = 0
         """Number of requests that wait for their turn."""
@@ -47,8 +47,8 @@ class DoubleCheck:
     ) -> None:
         """Wait until the sequence may join the batch: first come, first served.
 
-        Raises TooSlowError if the batch is still too large after `time_left_s` seconds. None: there is no
-        wait.
+        Raises TooSlowError if the batch is still too large after `time_left_s` seconds. If `time_left_s` is
+        None, there is no wait.
         """
         if time_left_s is not None:
             with contextlib.suppress(TimeoutError), self._waiting():
@@ -86,8 +86,8 @@ class DoubleCheck:
         )
 
     def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
-        """Return the predicted TBT in seconds of requests that share the batch; None while too little is
-        known."""
+        """Return the predicted TBT, in seconds, of requests that share the batch; None if there is none
+        yet."""
         batched, delay = batch_share(num_requests, self._max_batch)
         iteration_s = self._predictors.tbt.predict_s(
             round(batched * num_requests), round(batched * num_kv_tokens)
@@ -97,7 +97,7 @@ class DoubleCheck:
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
         """Return why the sequence cannot join now; None if it can.
 
-        An empty batch refuses no sequence, as its prediction may be outdated.
+        An empty batch refuses no sequence, because its prediction may be outdated.
         """
         batch = [other for other in others if other is not sequence and other.finish_reason is None]
         if sequence.tbt_slo_s is None or not batch:
@@ -114,16 +114,15 @@ class DoubleCheck:
 
 
 class HeldTokens:
-    """The first tokens that are held until the iterations with the second ones begin, as far as the TTFT SLO
-    allows.
+    """The first tokens that are held until the iterations that draw the second tokens begin.
 
-    The gap to the second token counts as TBT. If the first token leaves at once, that gap includes the rest
-    of the transfer, the load, the wait for a slot and the rest of the iteration that runs; if it is held, its
-    TTFT includes them.
+    A token is held no longer than its TTFT SLO allows. The gap to the second token counts as TBT. If the
+    first token leaves at once, the gap includes the remaining transfer, the load, the wait for a slot and the
+    end of the running iteration. If the token is held, the TTFT includes these times.
     """
 
     def __init__(self, on_release: Callable[[], None]) -> None:
-        """Begin without held tokens. `on_release` is called when `release` has released one."""
+        """Begin without held tokens. `on_release` is called when `release` has released a token."""
         self._on_release = on_release
         self._held: dict[Sequence, tuple[str, TokenOutput]] = {}
         self._released: dict[Sequence, tuple[str, TokenOutput]] = {}
@@ -140,8 +139,9 @@ class HeldTokens:
             self._on_release()
 
     def begun(self, sequences: Iterable[Sequence]) -> None:
-        """Release the tokens of sequences whose next tokens are being computed. The caller takes them at
-        once: `on_release` is not called."""
+        """Release the tokens of sequences whose next tokens are being computed.
+
+        The caller takes the tokens at once, so `on_release` is not called."""
         for sequence in sequences:
             if sequence in self._held:
                 self._release(sequence)
@@ -156,8 +156,9 @@ class HeldTokens:
         return list(released.values())
 
     def take(self, sequence: Sequence) -> tuple[str, TokenOutput] | None:
-        """Return the sequence's held token with its front's endpoint, for the caller to send; None if there
-        is none."""
+        """Return the sequence's held token and its front's endpoint; None if no token is held.
+
+        The caller must send the token."""
         return self._held.pop(sequence, None) or self._released.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:

@@ -1,17 +1,17 @@
 """Inlined prefill: decode iterations carry chunks of prompts (coupled chunked prefill).
 
 The Conductor orders which prompts a decode instance computes itself. Their chunks share iterations with the
-sequences that are being decoded, and are as long as the strictest TBT SLO of these sequences allows
-(Sarathi-Serve, OSDI 2024, section 4). The tokens that a migrated request lacks are computed like those of a
-prompt, but first and outside the budget: they are few, and a client waits for the next token.
+sequences that are being decoded. The strictest TBT SLO of these sequences limits the chunks (Sarathi-Serve,
+OSDI 2024, section 4). If a migrated request's KVCache lacks tokens, these tokens are computed like those of a
+prompt, but before the prompts: they are few, and a client waits for the next token.
 
-Prompts of one priority take turns between tenants and answers, as at prefill instances. An iteration leaves
-out the prompts of each tenant that has more than four times as much to compute as the tenant of the first
-prompt. So the first prompt has short iterations. Prompts behind a prompt that is left out are left out too if
-their priority number is higher.
+Prompts of one priority take turns between tenants and answers, like the prompts at prefill instances. If a
+tenant's prompts have more than four times the tokens of the first prompt's tenant, an iteration leaves them
+out. So the first prompt has short iterations. If a prompt is left out, prompts with a higher priority number
+are left out too.
 
-Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
-many tokens of prompts are too many, the clock, pools, pages.
+Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: the
+limits of prompt tokens, the clock, pools, pages.
 """
 
 import math
@@ -31,7 +31,7 @@ _MAX_TENANT_RATIO = 4
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """An inlined prompt of which tokens are still to be planned."""
+    """An inlined prompt with tokens that are still to be planned."""
 
     sequence: Sequence
     flow: Flow
@@ -71,7 +71,7 @@ class _PromptOrder:
     def planned(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge the next `num_tokens` tokens of a prompt to its tenant.
 
-        A token is charged once, even if its plan is taken back and made anew.
+        A token is charged once, even if it is planned a second time.
         """
         prompt, end = self._prompts[sequence], sequence.next_start + num_tokens
         if end > prompt.end:
@@ -93,7 +93,7 @@ class _PromptOrder:
         return together
 
     def _follow(self, waiting: list[Sequence]) -> None:
-        """Forget the prompts that are no longer there, and add new ones."""
+        """Forget the prompts that are not in `waiting`, and add the new prompts."""
         for gone in self._prompts.keys() - set(waiting):
             self._fair_order.leave(self._prompts.pop(gone))
         for sequence in waiting:
@@ -113,7 +113,7 @@ class PromptChunks:
     def plan(self, ready: list[Sequence], turn: list[Sequence]) -> list[PlannedChunk]:
         """Return the chunks of the next iteration of the sequences in `turn`, in the batch's order.
 
-        `turn` has all sequences of `ready`, or some of them while others are in an iteration at a helper.
+        `turn` has all sequences of `ready`, or only some of them while an iteration waits for a helper.
         """
         sharing = _sharing(turn)
         moved = [sequence for sequence in sharing if sequence.num_tokens_to_plan and not sequence.is_inlined]
@@ -151,7 +151,7 @@ def _divided(budget: int, sequences: list[Sequence]) -> dict[Sequence, int]:
 
 
 def _sharing(ready: list[Sequence]) -> list[Sequence]:
-    """Return the sequences that may share the next iteration: one that must be alone, or all others."""
+    """Return the sequences of the next iteration: one that must be alone, or all that can share it."""
     for sequence in ready:
         if sequence.must_be_alone and not sequence.is_in_flight:
             return [sequence]

@@ -1,10 +1,10 @@
 """Pauses between two iterations, in which prompts are prefilled on the batch's cores.
 
-Where prefill and decode share cores, a small batch that is decoded without pauses delays the prompts that
-would fill it. An iteration reads all weights, however few sequences it has: fewer and fuller iterations draw
-the same tokens with less work, and prefill gets the time that this saves.
+If prefill and decode share cores, a small batch that is decoded without pauses delays the prompts that would
+fill the batch. An iteration reads all weights even for few sequences. So fewer and fuller iterations draw the
+same tokens with less work, and prefill gets the saved time.
 
-Owns: the rule, and how many prompts are prefilled. Does not know: where their cores are, what is computed.
+Owns: the length of pauses, the number of prompts that are prefilled. Does not know: cores, computations.
 """
 
 import math
@@ -21,12 +21,12 @@ MAX_PAUSE_S = 0.1
 def pause_s(
     num_decoded: int, num_prefilled: int, iteration_s: float | None, tbt_slo_s: float | None
 ) -> float:
-    """Return the seconds between two iterations of `num_decoded` sequences, while `num_prefilled` prompts are
-    prefilled on the same cores.
+    """Return the seconds of the pause between two iterations of `num_decoded` sequences.
 
-    0 unless there are more prompts than sequences. Then the batch computes for `num_decoded / num_prefilled`
-    of the time, as far as `MAX_PAUSE_S` and the SLO allow. `iteration_s`: predicted seconds of an iteration,
-    None if unknown. `tbt_slo_s`: None for no limit.
+    Meanwhile `num_prefilled` prompts are prefilled on the same cores. Without more prompts than sequences
+    there is no pause. With more prompts, the batch computes for `num_decoded / num_prefilled` of the time,
+    but no pause is longer than `MAX_PAUSE_S` or the SLO allow. `iteration_s` is the predicted seconds of an
+    iteration, None if unknown. `tbt_slo_s` is None without a limit.
     """
     if iteration_s is None or num_prefilled <= num_decoded:
         return 0.0
@@ -59,8 +59,9 @@ class DecodePauses:
     def remaining_s(self, chunks: Sequence[PlannedChunk], now_s: float, *, is_running: bool) -> float:
         """Return the seconds by which the next iteration, over `chunks`, is still to be delayed.
 
-        An iteration with a prompt is not delayed: it is prefill itself, and its chunks fill the time that the
-        SLO leaves. The result counts from `now_s` on or, if an iteration is running, from its end on.
+        An iteration with a prompt is not delayed: it is prefill itself, and its chunks fill the time up to
+        the SLO. The result counts from `now_s` or, if an iteration is running, from the end of that
+        iteration.
         """
         if not self._num_prefilled or any(chunk.of_prompt for chunk in chunks):
             return 0.0

@@ -1,6 +1,6 @@
 """The token budget of iterations that carry prompts (Sarathi-Serve, OSDI 2024, section 4.3).
 
-Owns: how many tokens of prompts the next iteration computes. Does not know: sequences, the clock, pages.
+Owns: the number of prompt tokens in the next iteration. Does not know: sequences, the clock, pages.
 """
 
 from collections.abc import Iterable
@@ -10,8 +10,9 @@ from mooncake.messages.costs import TBT_SLO_SHARE
 from workers.decode.tbt_slo.tbt import IterationPredictors
 
 _LONGEST_S = 0.25
-"""The most predicted seconds of the prompt tokens in an iteration without a TBT SLO. A prompt that comes
-while the iteration runs waits for its end."""
+"""The most predicted seconds of the prompt tokens in an iteration without a TBT SLO.
+
+A prompt that arrives while the iteration runs waits for the iteration's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,11 @@ class ChunkLimits:
     """The limits of prompt tokens in one iteration."""
 
     least: int
-    """Prompt tokens that each iteration may carry in any case, so that prompts always progress: one page."""
+    """The number of prompt tokens that is always allowed, so that prompts always progress: one page."""
     mixed: int
     """The most prompt tokens of an iteration that decodes sequences without a TBT SLO."""
     most: int
-    """The most prompt tokens of any iteration: as many as a prefill pass has."""
+    """The most prompt tokens of any iteration, which is also the size of a prefill pass."""
 
 
 def prompt_budget(
@@ -31,20 +32,19 @@ def prompt_budget(
 ) -> int:
     """Return how many prompt tokens an iteration may carry beside the sequences that it decodes.
 
-    This is Sarathi-Serve's token budget (section 4.3), the optimal chunk size C*: the tokens that can be
-    computed in the time that the target leaves. Sarathi-Serve profiles a device once; here both terms are
-    learned while it serves, so C* = (target - iteration without prompts) / prompt token, with the target a
-    share of the SLO.
+    The result is Sarathi-Serve's token budget (section 4.3), the optimal chunk size
+    C* = (target - seconds of the iteration without prompts) / seconds of a prompt token. The target is a
+    share of the SLO. Sarathi-Serve profiles a device once. Here the two durations are learned while the
+    device serves.
 
     Args:
         limits: The limits of the result.
-        iteration_s: Predicted seconds of the iteration without prompts: overhead and B decoded sequences.
-            None: unknown.
-        token_s: The seconds that a prompt token adds. None: unknown.
+        iteration_s: Predicted seconds of the iteration without its prompts; None if unknown.
+        token_s: The seconds that a prompt token adds; None if unknown.
         target_s: The most seconds of the iteration, a share of the strictest TBT SLO.
 
     Returns:
-        The tokens; `limits.least` while the times are unknown.
+        The number of tokens; `limits.least` while the times are unknown.
     """
     least = min(limits.least, limits.most)
     if iteration_s is None or token_s is None:
@@ -78,19 +78,19 @@ class PromptBudget:
     ) -> int:
         """Return the most prompt tokens of the next iteration.
 
-        An SLO also limits an iteration that decodes nothing, as a sequence may arrive while it runs. Without
-        an SLO the prompt tokens may take `_LONGEST_S`.
+        An SLO also limits an iteration that decodes nothing, because a sequence may arrive while it runs.
+        Without an SLO the prompt tokens are limited to `_LONGEST_S`.
 
         Args:
             num_decoded: The number of sequences that wait for their next tokens.
-            num_kv_tokens: The tokens of all these together.
+            num_kv_tokens: The number of tokens of all these sequences together.
             tbt_slo_s: The strictest TBT SLO of these sequences, or of the prompts if there are no sequences;
-                None without any.
-            decodes: Whether the iteration decodes any of those sequences: else it has prompts alone.
+                None if none of them has an SLO.
+            decodes: Whether the iteration decodes any of these sequences, and not only prompts.
 
         Returns:
-            The tokens. 0 for the first iterations that decode with an SLO: the duration of iterations without
-            prompts has to be learned first.
+            The number of tokens. It is 0 for the first iterations that decode with an SLO, because the
+            duration of iterations without prompts must be learned first.
         """
         token_s = self._predictors.prompt_cost.predict_s(1)
         if tbt_slo_s is None:
@@ -102,13 +102,12 @@ class PromptBudget:
         return prompt_budget(self._limits, iteration_s, token_s, self._target_s(tbt_slo_s))
 
     def _target_s(self, tbt_slo_s: float) -> float:
-        """Return the predicted seconds that an iteration may take, with a margin for the prediction's
-        error."""
+        """Return the limit of an iteration's predicted seconds, with a margin for the prediction's error."""
         return min(TBT_SLO_SHARE, 1 / self._predictors.error.high_by_share) * tbt_slo_s
 
 
 def divide_budget(budget: int, nums_left: Iterable[int]) -> list[int]:
-    """Return the tokens of each prompt: the first one gets all that it can use, the next one the rest."""
+    """Return the tokens of each prompt: each prompt gets all it can use of what earlier prompts leave."""
     chunks = []
     for num_left in nums_left:
         chunks.append(min(num_left, budget))

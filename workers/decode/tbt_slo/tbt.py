@@ -1,10 +1,9 @@
-"""The predictors of decode iterations, which learn from the measured ones.
+"""The predictors of decode iterations, which learn from measured iterations.
 
-The prediction is a line in batch size and KV tokens (Mooncake, section 3: the local scheduler's double
-check), fitted by weighted least squares. An iteration counts `DECAY` times as much as the one after it, so
-the line changes with the machine's speed.
-A feature that has not varied lately gets the slope 0; its slope is measured as soon as it varies. Prompts in
-an iteration add a cost of their own.
+The predicted time is a linear function of batch size and KV tokens (Mooncake, section 3: the local
+scheduler's double check), fitted by weighted least squares. Each iteration has `DECAY` times the weight of
+the next iteration, so the function follows the machine's speed. A feature that has not varied lately gets the
+slope 0, until it varies again. Prompts in an iteration add a cost of their own.
 
 Owns: the models of one device. Does not know: the clock, requests, limits.
 """
@@ -12,22 +11,23 @@ Owns: the models of one device. Does not know: the clock, requests, limits.
 from typing import NamedTuple
 
 DECAY = 0.995
-"""The weight of an iteration relative to the next one, by which some 200 iterations count."""
+"""The weight of an iteration relative to the next one. About 200 iterations count."""
 PROMPT_DECAY = 0.9
-"""The weight of an iteration with prompts relative to the next such iteration, by which some ten count."""
+"""The weight of an iteration with prompts relative to the next such iteration. About ten iterations count."""
 MIN_ITERATIONS = 8
 """Measured iterations before the first prediction."""
 MAX_MIXED_IN_A_ROW = 64
-"""The number of iterations with prompts in a row after which the cost of decoding is learned from them."""
+"""The number of consecutive iterations with prompts after which `tbt` learns from such iterations."""
 _TOKENS_PER_UNIT = 1000.0
-"""KV tokens of a unit of the line, so that its features have similar sizes."""
+"""The number of KV tokens in one unit of the linear function, so that both features have similar sizes."""
 _RIDGE = 0.01
-"""Variance of a feature (requests or 1,000 tokens, squared) that is too small to learn from."""
+"""A variance of a feature (requests or 1,000 tokens, squared) that is too small to learn from."""
 
 
 class _Moments(NamedTuple):
-    """Weighted sums of products of two deviations from the means: of requests (b), 1,000 KV tokens (k) and
-    seconds (s)."""
+    """Weighted sums of products of two deviations from the means.
+
+    The deviations are those of requests (b), 1,000 KV tokens (k) and seconds (s)."""
 
     bb: float = 0.0
     bk: float = 0.0
@@ -37,7 +37,7 @@ class _Moments(NamedTuple):
 
 
 class TBTPredictor:
-    """A line in batch size and KV tokens that predicts the duration of an iteration."""
+    """A linear function of batch size and KV tokens that predicts the duration of an iteration."""
 
     def __init__(self) -> None:
         self._num_iterations = 0
@@ -98,8 +98,7 @@ class PromptCost:
         self._seconds = self._num_tokens = 0.0
 
     def observe(self, num_tokens: int, added_s: float) -> None:
-        """Record that an iteration with `num_tokens` of prompts took `added_s` seconds longer than
-        without them."""
+        """Record that `num_tokens` prompt tokens made an iteration `added_s` seconds longer."""
         self._seconds = PROMPT_DECAY * self._seconds + max(0.0, added_s)
         self._num_tokens = PROMPT_DECAY * self._num_tokens + num_tokens
 
@@ -133,19 +132,19 @@ class IterationPredictors:
         self.prompt_cost = PromptCost()
         self.error = PredictionError()
         self._num_mixed_in_a_row = 0
-        """Iterations with decoded sequences and prompts since the last one without prompts."""
+        """Iterations with decoded sequences and prompts since the last iteration without prompts."""
 
     def observe(self, num_decoded: int, num_kv_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from one measured iteration.
 
-        `tbt` learns from iterations without prompts, `prompt_cost` from those with prompts. Iterations with
-        prompts would make `tbt` too small: prompts that were computed alone have put a part of an iteration's
-        constant time into the cost of their tokens. So `tbt` learns from them only after `MAX_MIXED_IN_A_ROW`
-        in a row, when there is no iteration without prompts.
+        `tbt` learns from iterations without prompts, and `prompt_cost` from iterations with prompts. An
+        iteration with prompts would make `tbt` too small: where prompts were computed alone, their cost
+        includes a part of an iteration's constant time. So `tbt` learns from iterations with prompts only
+        after `MAX_MIXED_IN_A_ROW` of them without an iteration in between that has no prompts.
 
         Args:
             num_decoded: The number of sequences that were decoded.
-            num_kv_tokens: The tokens of all these together.
+            num_kv_tokens: The number of tokens of all these sequences together.
             num_prompt_tokens: The number of prompt tokens that were computed.
             seconds: The duration.
         """
