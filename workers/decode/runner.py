@@ -181,7 +181,7 @@ class DecodeRunner:
 
     @property
     def modules(self) -> ModulesPlace:
-        """The state of this instance's modules: where they are, and whether they move."""
+        """The place of this instance's modules, with the outcome of the latest order."""
         return self._module_moves.place
 
     @property

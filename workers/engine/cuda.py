@@ -1,6 +1,6 @@
 """The choice of GPU kernels, made without importing Triton where it is not installed.
 
-Owns: that choice. Does not know: how anything is computed.
+Owns: the choice. Does not know: how anything is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workers.engine.layers.gpu import TritonLayers
 
 _MAX_GROUP = 32
-"""The most query heads of a KV head: one tile holds them all, in float32 too."""
+"""The most query heads of a KV head. One tile holds so many, also in float32."""
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:

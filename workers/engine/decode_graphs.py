@@ -1,5 +1,6 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, which take too long to hide behind a step
-of some milliseconds.
+"""Decode steps as CUDA graphs: one launch a step instead of hundreds.
+
+Hundreds of launches take longer than a step of some milliseconds.
 
 There is a graph for each bucket of batch sizes, captured with the first such batch, which the warm-up
 computes. A graph reads its inputs from its own memory; the logits of all graphs are in one memory. A batch is
@@ -42,7 +43,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """The capture into CUDA graphs, which share one memory pool as no two run at the same time."""
+    """The capture into CUDA graphs. The graphs share one memory pool, because no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,8 +97,8 @@ class DecodeGraphs:
 class _Graph:
     """The graph of a batch of `size` sequences, whose page tables may have all pages of the cache.
 
-    Inputs are tokens, spans and page tables, one after the other; `_staged` and its views are where the host
-    writes them.
+    Inputs are tokens, spans and page tables, one after the other. The host writes them to `_staged`, through
+    its views.
     """
 
     def __init__(self, size: int, layers: TritonLayers, kv: DeviceKVCache, logits: torch.Tensor) -> None:

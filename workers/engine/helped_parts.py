@@ -19,7 +19,8 @@ from kernels.kv_copy import gather_pages, scatter_pages
 class RemotePages(Protocol):
     """Pages in the memory of a helper on another host, and how they are copied. Calls block.
 
-    Layers are counted from the first hosted one. All calls raise TransferError when the helper is lost.
+    Layers are counted from the first layer whose pages the helper has. All calls raise TransferError if the
+    helper is lost.
     """
 
     @property
@@ -74,10 +75,10 @@ class HostedLayers:
 
 @dataclass(frozen=True, slots=True)
 class HostedPages:
-    """Further pages, which follow those of this process, and which a helper hosts and attends to (BanaServe,
-    section 4.1, split by sequence).
+    """Pages that a helper hosts and attends to (BanaServe, section 4.1, split by sequence).
 
-    They have the first tokens of sequences, and are full: no iteration writes them.
+    Their numbers follow those of this process's pages. They have the first tokens of sequences, and are full:
+    no iteration writes them.
     """
 
     share: Fraction
@@ -100,8 +101,9 @@ Helped = MovedHeads | HostedLayers | HostedPages
 
 
 class PagesOfLayer(NamedTuple):
-    """Pages of consecutive heads of one layer: a tensor, or without memory in it (meta) the layer `position`
-    of `remote`."""
+    """Pages of consecutive heads of one layer, in a tensor or at a helper on another host.
+
+    If `tensor` has no memory (meta), the pages are in the layer `position` of `remote`."""
 
     tensor: torch.Tensor
     remote: RemotePages | None

@@ -18,8 +18,9 @@ from workers.engine.helped_parts import Helped, HostedLayers, HostedPages, Moved
 from workers.engine.spec import ModelSpec
 
 GROWTH_SHARE = 1 / 16
-"""The number of free pages to be left when a sequence gets its pages, so that it can grow, as a share of its
-pages."""
+"""The least number of pages that stay free when a sequence gets its pages, as a share of its pages.
+
+The sequence can grow into these pages."""
 LONG_SHARE = 1 / 32
 """The least share of this process's pages with which a sequence is long. For a shorter one the exchange
 with a helper costs more than it saves."""
@@ -80,8 +81,9 @@ class DeviceKVCache:
         self.num_usable_pages = num_pages
         """Pages that are free, or are used here: neither lent nor closed."""
         self._lent: set[int] = set()
-        """Pages that are lent. `_memory_lock` is held while memory is freed, or allocated before its use."""
+        """Pages that are lent."""
         self._memory_lock = threading.Lock()
+        """Lock that is held while memory is freed, or allocated before its use."""
         self.dtype, self.device = dtype, torch.device(device)
         self.moved: MovedHeads | None = None
         self.hosted: HostedLayers | None = None
@@ -91,9 +93,9 @@ class DeviceKVCache:
         self._free_hosted: list[int] = []
         self._is_free = [True] * num_pages
         self._num_open = num_pages
-        """The first page that is not given out; neither is any page behind it."""
+        """The number of the first closed page. No page from this number on is allocated."""
         self._keeps_freed = False
-        """Whether pages that are freed are not given out again."""
+        """Whether pages that are freed stay closed until `rearrange`."""
         self._arrangement = 0
         """Number of times that pages have got other memory."""
 
@@ -261,8 +263,8 @@ class DeviceKVCache:
         """Switch the pages to the memory `layers`, under the same numbers; a helper has `helped` (None:
         nothing). Returns the memory of the arrangement before.
 
-        Used pages have been copied to `layers`, and nothing computes with them now. Pages that `layers` do
-        not have are free.
+        Before the call, used pages have been copied to `layers`, and nothing computes with them. Pages that
+        do not exist in the new arrangement must be free.
         """
         hosted_pages = helped if isinstance(helped, HostedPages) else None
         num_pages = len(layers[0]) + (0 if hosted_pages is None else len(hosted_pages))
@@ -363,8 +365,8 @@ class DeviceKVCache:
         """Return how many of a sequence's pages are to be at a helper. The first `num_full` are full, and the
         sequence has the pages `held` already. `num_coming` pages here are about to be freed by others.
 
-        It is the share that was ordered, none of a short sequence, or all that can be there if the sequence
-        would have little room here to grow.
+        The result is the ordered share, and 0 for a short sequence. If the sequence would have little room
+        here to grow, the result is all pages that can be at the helper.
         """
         if self.hosted_pages is None:
             return 0
@@ -386,7 +388,7 @@ class DeviceKVCache:
 
 
 class _Half(NamedTuple):
-    """Pages of one layer at one side: which of a list of pages they are, a mask, and their numbers there."""
+    """Pages of one layer at one side: a mask of a list of pages, and the pages' numbers at that side."""
 
     places: torch.Tensor
     of_layer: PagesOfLayer

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Layers(Protocol):
-    """An implementation of the layers. Its methods do what those of the same names do in `DecoderModel`."""
+    """An implementation of the layers. Its methods are those of the same names in `DecoderModel`."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -60,7 +60,7 @@ class DecoderModel:
 
     On the CPU and on CUDA the project's own kernels compute, if they can compute this model and
     `allow_native` is set; otherwise torch does. `computed_by` says which: "torch", "triton" or an instruction
-    set; `fallback_reason` says why it is torch, and is empty otherwise.
+    set. `fallback_reason` is the reason if torch computes, and is empty otherwise.
 
     With a `shard` this is one rank's part of these layers: it holds and writes the KV heads `kv_heads` only.
     Hidden states and logits are complete, and the same on every rank.
@@ -132,7 +132,7 @@ class DecoderModel:
 
     @property
     def why_not_helped(self) -> str:
-        """The reason why a helper cannot have some of the modules; empty if it can."""
+        """The reason why no helper can have modules of this model; empty if a helper can have some."""
         if self._library is None:
             return (
                 f"{self.computed_by} computes on {self.device.type}; the CPU's own kernels alone can do that"
@@ -242,8 +242,9 @@ class DecoderModel:
         return self._graphs
 
     def graph_sizes(self, max_batch: int) -> list[int]:
-        """Return batch sizes, ascending, one for each graph that batches of up to `max_batch` need; a single
-        size where nothing is captured."""
+        """Return the batch sizes of the graphs that batches of up to `max_batch` need, ascending.
+
+        If no graphs are used, the result is a single size."""
         return [1] if self._triton is None else cuda.graph_sizes(max_batch)
 
     @property

@@ -16,8 +16,8 @@ import torch
 from workers.engine.upload import upload
 
 _NUM_LIKELY = 1024
-"""How many of the likeliest tokens are ranked for a filter. With most models nearly all draws are among
-them."""
+"""The number of most likely tokens that are ranked for a filter. With most models nearly all draws are among
+these tokens."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -82,8 +82,9 @@ def _most_likely(logits: torch.Tensor, _limits: DrawLimits) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, limits: DrawLimits) -> torch.Tensor:
-    """Draw from each row's cumulative distribution, in float64, over all tokens in the order of their ids:
-    int64 `[S]`."""
+    """Draw a token of each row from all tokens, in the order of their ids: int64 `[S]`.
+
+    The draw is from the cumulative distribution in float64."""
     temperature, _, _, _, uniforms = limits.on(logits.device)
     # In place: new memory for all rows takes longer than the arithmetic.
     weights = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(temperature).exp_()
@@ -146,8 +147,9 @@ class Logprobs(NamedTuple):
 
 @torch.inference_mode()
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
-    """Return the logprobs of `tokens` [R] by `logits` [R, V] (float32), and of the `num_top` most likely
-    tokens.
+    """Return the logprobs of `tokens` [R] and of each row's `num_top` most likely tokens.
+
+    `logits` are float32 `[R, V]`.
 
     The most likely tokens are in descending order, equally likely tokens by id.
     """

@@ -94,7 +94,7 @@ class _Slot:
     """The destination of a checkpoint's tensor of this `shape`: its `part` of dimension `dim` is copied to
     `target`.
 
-    None as `target`: the tensor belongs to another rank, and only its shape is checked.
+    If `target` is None, the tensor belongs to another rank, and only its shape is checked.
     """
 
     shape: tuple[int, ...]

@@ -128,9 +128,9 @@ class Executor:
         Returns the hidden states `[T, hidden_size]` that leave this model's layers, one part after the other.
         `hidden` are the states that enter these layers, on any device; None in the first stage.
 
-        Loads run one layer ahead, stores behind the computation. Stores may still run when the call returns
-        (`PassPart.storing`). Raises `CancelledOnDevice` between two layers once all parts are dropped; all
-        ranks of a tensor-parallel group stop at the same layer.
+        Loads run one layer ahead of the computation, and stores after it. Stores may still run when the call
+        returns (`PassPart.storing`). Raises `CancelledOnDevice` between two layers once all parts are
+        dropped; all ranks of a tensor-parallel group stop at the same layer.
         """
         layers = self.model.layers
         loading = transfers.launch_load(layers.start, parts)

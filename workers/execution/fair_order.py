@@ -4,8 +4,8 @@ Between tenants, prompts go in the order in which they would end if all tenants 
 fair sojourn protocol, Friedman and Henderson, SIGMETRICS 2003). So a short prompt waits neither for one long
 prompt of another tenant nor for a hundred short ones, and no prompt ends much later than with equal shares.
 
-Within a tenant, prompts are computed in order of arrival; but the second prompt of an answer counts as
-arriving when the first one's tokens have been computed (start-time fair queueing, Goyal et al., SIGCOMM
+Within a tenant, prompts are computed in order of arrival. However, the second prompt of an answer counts as
+arriving when the first prompt's tokens have been computed (start-time fair queueing, Goyal et al., SIGCOMM
 1996).
 
 A new tenant begins with the service of the least served waiting tenant, so idle time earns no credit, and no
@@ -55,7 +55,9 @@ class _Tenant:
 
 
 class FairOrder:
-    """The order of all prompts that have entered and not left. All service is forgotten when none is left.
+    """The order of all prompts that have entered and not left.
+
+    When the last prompt has left, all service is forgotten.
 
     A tenant with at most `lead_tokens` to compute is served as if it had got `lead_tokens` less.
     """

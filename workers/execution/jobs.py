@@ -1,4 +1,4 @@
-"""Tasks by request, so that each can be cancelled and none is forgotten."""
+"""The tasks of requests, which can be cancelled by request."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ class Jobs:
             raise
 
     def cancel(self, ref: Ref) -> None:
-        """Cancel the work of `ref`, once. Unknown work is ignored, as it has just ended."""
+        """Cancel the work of `ref`, once. Unknown work is ignored, because it has just ended."""
         task = self._tasks.get(ref)
         if task is not None and not task.cancelling():
             task.cancel()
@@ -68,8 +68,8 @@ def is_cancelled() -> bool:
 async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
     """Run two awaitables concurrently, and return or raise when both have ended.
 
-    When one of them fails, or the caller is cancelled, whatever still runs is cancelled. Raises the first
-    error.
+    If an awaitable fails, or the caller is cancelled, all awaitables that still run are cancelled. Raises the
+    first error.
     """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(own), asyncio.ensure_future(others)]
 
