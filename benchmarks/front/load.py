@@ -38,7 +38,10 @@ class Cost(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """The latencies of one round, in seconds. `late_s`: whole answers, less the length of their steps."""
+    """The latencies of one round, in seconds.
+
+    `late_s`: the time of each whole answer beyond the length of its steps.
+    """
 
     rate_per_s: float
     ttft_s: list[float]

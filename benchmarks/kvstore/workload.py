@@ -87,7 +87,7 @@ class KeyStore(Protocol):
 
 
 class Lookups:
-    """A key store with its timed look-ups."""
+    """A key store whose look-ups are timed."""
 
     def __init__(self, store: KeyStore, num_blocks: int) -> None:
         self._store = store

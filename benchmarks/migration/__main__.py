@@ -99,7 +99,7 @@ class Bench:
         return others
 
     async def measure(self, num_tokens: int, num_moves: dict[str, int]) -> dict[str, Measured]:
-        """Measure each way, and also `none`, with a context of about `num_tokens`."""
+        """Measure moves in each way, with a context of about `num_tokens`, and equal times without a move."""
         measured: defaultdict[str, Measured] = defaultdict(Measured)
         for way, num in num_moves.items():
             while len(measured[way].pauses_s) < num:

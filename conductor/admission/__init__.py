@@ -1,1 +1,1 @@
-"""The decisions which requests are not accepted: early rejection by predicted SLOs, and quotas of tenants."""
+"""Admission: early rejection by predicted SLOs, and the quotas of tenants."""

@@ -276,7 +276,11 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: PromptTotals, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """Predict the TBT in seconds if this work and one more request are spread evenly over instances."""
+        """Predict the TBT in seconds if this work and one more request are spread evenly over instances.
+
+        None if the work leaves some instance idle. `num_absent` requests have ended by then, or begin later.
+        Which requests these are is chance, so one instance keeps more requests than the mean.
+        """
         pool = self._view.decode_pool()
         assert pool is not None
         num_left, num_instances = work.num_requests, pool.num_instances

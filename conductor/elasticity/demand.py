@@ -34,9 +34,9 @@ MOST_LEFT_S = 120.0
 _NUM_PAST, _FEWEST_PAST = 8, 3
 """The numbers of past loads: how many are remembered, and how many suffice to predict a load's duration."""
 _MOST_OF_MEAN = 4.0
-"""The limit of the mean work per request of one kind and second, as a multiple of the mean of all requests.
+"""The largest mean work of one kind's requests in a second, as a multiple of the mean of all requests.
 
-The search for changes counts no more than this limit.
+In the search for changes, larger values are cut to this limit.
 """
 
 
@@ -72,7 +72,7 @@ class OfferedLoad(NamedTuple):
     was_burst: bool = False
     """Whether the load was a burst that is over.
 
-    It is, if the later half of `window_s` had less than a quarter of the mean rate of `window_s`.
+    The load is over if the later half of `window_s` had less than a quarter of the mean rate of `window_s`.
     """
 
     @property

@@ -1,8 +1,8 @@
 """The decode instances of a host, as devices with modules for Algorithm 1 of BanaServe.
 
 The measured compute of an instance follows from the tokens that it draws, wherever its modules are. Here each
-module's part of it is counted for the device where the module is. A layer's part is a part of an iteration, a
-KV head's part is a part of attention.
+module's part of it is counted for the device where the module is. A layer takes a part of the iteration, and
+a KV head takes a part of attention.
 
 Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
 """

@@ -252,7 +252,7 @@ class Rebalancer:
     def _is_risky(self, load: OfferedLoad) -> bool:
         """Return whether a further change would be risky.
 
-        It is, if all of these hold: this load has already led to a change, it has not lasted long, and it is
+        A further change is risky if this load has already led to a change, has not lasted long, and it is
         unknown how long loads last.
         """
         is_another = self._num_changes_decided == self._num_changes_seen

@@ -78,7 +78,7 @@ class EventStream:
     def is_loading(self, now_s: float) -> bool:
         """Return whether a snapshot was asked for and may still come.
 
-        It may, while the question or the latest part of the answer is younger than `ANSWER_TIMEOUT_S`.
+        The wait ends when the question and the latest part of the answer are `ANSWER_TIMEOUT_S` old.
         """
         return isinstance(self._asked, GetSnapshot) and now_s - self.progress_s < ANSWER_TIMEOUT_S
 

@@ -94,9 +94,9 @@ class Modules:
         ]
 
     def why_busy(self, instance: Instance) -> str:
-        """Return why an instance must keep its role; empty if it can change.
+        """Return why an instance must keep its role; empty if the role can change.
 
-        It must while its modules are at a helper, or while it hosts modules.
+        An instance must keep its role while its modules are at a helper, or while it hosts modules.
         """
         if place_of(instance).are_elsewhere:
             return where(instance)

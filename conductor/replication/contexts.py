@@ -113,7 +113,7 @@ class Contexts:
     def _pin(self, context: KeptContext, now_s: float) -> list[Effect]:
         """Pin the cache on the instance that holds most of it now.
 
-        No effects if the pins were ordered lately.
+        No effects if the same pins were ordered lately.
         """
         before = context.holder, context.num_pinned
         holder, num_held = self._best_holder(context)

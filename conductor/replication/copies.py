@@ -39,7 +39,7 @@ _MOST_LATEST = 1 << 10
 _MOST_PREFIXES = 64
 """The most prefixes that one round considers, the hottest ones."""
 _ROOM_SHARE = 2
-"""The part of an instance's room that one copy may take: one half. The value is the divisor."""
+"""The number by which an instance's room is divided: the result is the most blocks of one copy."""
 
 
 @dataclass(slots=True)

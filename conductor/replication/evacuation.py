@@ -28,7 +28,7 @@ MOST_S = 20.0
 LEAST_USES = 1.5
 """The recent uses above which a prefix is copied: more than one request must have used it."""
 _ROOM_SHARE = 2
-"""The part of an instance's room that one copy may take: one half. The value is the divisor."""
+"""The number by which an instance's room is divided: the result is the most blocks of one copy."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Leaving:
     wanted: list[Sequence[BlockKey]]
     """Prefixes whose copies have not arrived, the most important first."""
     ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
-    """By a prefix's last block, the instance that was ordered to fetch it, and the blocks that it lacked."""
+    """By a prefix's last block: the instance that was ordered to fetch the prefix, and its missing blocks."""
 
 
 class Evacuation:

@@ -69,9 +69,9 @@ class Requests:
         return self._assignments.strictest_tbt_slo_s
 
     def slos_in_batch(self, tracked: TrackedRequest) -> SLOs:
-        """Return the request's SLOs. If there are SLO classes, the strictest placed request sets the TBT SLO.
+        """Return the request's SLOs, with the strictest TBT SLO that may apply in its batch.
 
-        The strictest request may share the batch.
+        If there are SLO classes, this is the strictest TBT SLO of all placed requests.
         """
         if not self.limits.slo_classes:
             return tracked.slos

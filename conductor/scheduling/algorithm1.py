@@ -1,8 +1,8 @@
 """Algorithm 1, KVCache-centric scheduling (Mooncake, section 6): the paper's listing in plain Python.
 
 `Scheduler` has the order and names of the listing. The compiled loops (`conductor.scheduling.native`) have
-the same results to the last bit; the plain loops are used where nothing can be compiled. Where the paper
-leaves room:
+the same results to the last bit. The plain loops are used where nothing can be compiled. These details are
+left open by the paper:
 
     line 4   holders include the pools of decode instances; of several holders the one that can send first
              is taken
@@ -23,7 +23,7 @@ its first token, plus the waits of the requests that it delays.
 Lines 25 to 27 are in `conductor.admission.overload`. Lines 28 to 30 are the prefix source in the order to
 prefill.
 
-Owns: the choice. Does not know: what is done with it, how the view's numbers came to be.
+Owns: the choice. Does not know: how the choice is carried out, how the view's numbers were predicted.
 """
 
 import math
@@ -47,7 +47,7 @@ from mooncake.messages.workers import Role
 
 
 class Prompt(NamedTuple):
-    """A prompt to schedule, as Algorithm 1 reads it."""
+    """A prompt to schedule, with the quantities that Algorithm 1 needs."""
 
     num_tokens: int
     num_blocks: int
@@ -55,8 +55,10 @@ class Prompt(NamedTuple):
     num_stored_blocks: int
     """The number of blocks of the longest prefix that any instance holds."""
     num_coming_blocks: int
-    """The number of blocks of the longest prefix that earlier prompts have yet to compute, if computing it
-    again counts against an instance; else 0."""
+    """The number of blocks of the longest prefix that earlier prompts have yet to compute.
+
+    0 if computing this prefix again shall not count against an instance.
+    """
     load_block_s: float
     """Seconds to bring one block of the prompt from SSD to DRAM."""
     priority: int
@@ -66,18 +68,17 @@ class LongestPrefix(NamedTuple):
     """The longest prefix that any instance holds, and the time that a fetch of it takes."""
 
     best_matched_instance: int | None
-    """The slot of the prefix's best holder; None if nothing may be fetched."""
+    """The slot of the prefix's best holder; None if no prefix can be fetched."""
     num_blocks: int
     whole_s: float
     """Seconds to fetch the whole prefix."""
     block_s: float
-    """Seconds saved for each block that the fetching instance holds itself."""
+    """Seconds that a fetch saves for each block that the fetching instance holds itself."""
     worth_below_blocks: float
-    """The number of held blocks below which an instance may fetch (line 8)."""
+    """An instance with fewer held blocks than this number may fetch the prefix (line 8)."""
 
     def transfer_s(self, num_held_blocks: int) -> float:
-        """Return the seconds of a transfer (lines 15 and 16) to an instance that holds the first
-        `num_held_blocks`."""
+        """Return the seconds of a transfer to an instance that holds `num_held_blocks` (lines 15 and 16)."""
         return self.whole_s - num_held_blocks * self.block_s
 
 
@@ -85,14 +86,14 @@ NO_FETCH = LongestPrefix(None, 0, 0.0, 0.0, 0.0)
 
 
 class Decoding(NamedTuple):
-    """The requirements of a request on its decode instance."""
+    """The needs of a request at its decode instance."""
 
     num_tokens: int
     """Tokens of the prompt."""
     num_blocks: int
     """Blocks of the request when its output is complete."""
     refused: Sequence[int]
-    """Slots of instances that may not be chosen."""
+    """Slots of instances that must not be chosen."""
 
 
 class Inlined(NamedTuple):
@@ -104,14 +105,17 @@ class Inlined(NamedTuple):
     """Seconds to bring the prefix from SSD to DRAM."""
     prefill_s: float
     beside_s: float
-    """Seconds of other requests' iterations that the chunks of the prompt share."""
+    """Seconds of other requests in the iterations that they share with the prompt's chunks."""
     waiting_s: float
-    """Seconds of waiting that the prompt adds: its own until its first token, that of delayed requests, and
-    the time of blocks computed again though they are coming elsewhere."""
+    """Seconds of waiting that the prompt adds.
+
+    They are its own wait for its first token, the waits of delayed requests, and the time to compute blocks
+    again that another instance will compute.
+    """
 
 
 class Scheduler:
-    """Algorithm 1, which chooses the pair of instances for a request from `view`."""
+    """Algorithm 1. It chooses the pair of instances for a request, from the numbers of `view`."""
 
     def __init__(self, view: ClusterView, settings: PolicySettings) -> None:
         self._view = view
@@ -199,7 +203,7 @@ class Scheduler:
     def _waiting_s(self, candidates: Candidates, p: int) -> float:
         """Return the seconds of waiting that a prompt adds on a prefill instance.
 
-        As many prompts are assumed to come behind it as are queued now.
+        The number of prompts that will arrive behind it is assumed to be the number queued now.
         """
         behind_s = self._view.loads.num_prompts.item(p) * candidates.rest_s.item(p)
         return candidates.ttft_s.item(p) + candidates.again_s.item(p) + behind_s
@@ -226,7 +230,7 @@ class Scheduler:
         return Placement(instance, instance, num_local_blocks, num_coming_blocks, None, 0, prediction)
 
     def _best_fetch(self, match: PrefixMatch) -> LongestPrefix:
-        """Return the best fetch (line 4), with its transfer time to all instances (line 16)."""
+        """Return the source of the best fetch (line 4), with its transfer times (line 16)."""
         view, num_blocks, mask = self._view, match.depths[-1], match.masks[-1]
         if not num_blocks:
             return NO_FETCH
@@ -252,8 +256,7 @@ class Scheduler:
     # -- the listing's loops over all instances, which `conductor.scheduling.native` replaces ---------------
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Return the slot of the instance that can send the longest prefix soonest, among its holders (line
-        4)."""
+        """Return the slot that can send the longest prefix soonest, among the prefix's holders (line 4)."""
         transfers, block_bytes = self._view.transfers, self._view.block_bytes
 
         def ahead_bytes(slot: int) -> float:
@@ -296,22 +299,21 @@ class Scheduler:
         return Candidates(queue_s, rest_s, ttft_s, is_remote, again_s, p)
 
     def _estimate_prefill_queue_time(self, instance: int, behind_s: Floats | None, now_s: float) -> float:
-        """Return the seconds until the instance has computed all that goes before the prompt (line 7)."""
+        """Return the seconds until the instance has computed all prompts ahead of this one (line 7)."""
         loads = self._view.loads
         left_s = max(loads.ends_s.item(instance) - now_s, loads.behind_head_s.item(instance))
         return left_s if behind_s is None else left_s - behind_s.item(instance)
 
     def _estimate_prefill_execution_time(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
-        """Return the seconds (lines 9 and 17) to compute the prompt behind its first `prefix_blocks`."""
+        """Return the seconds to compute the prompt after its first `prefix_blocks` (lines 9 and 17)."""
         prefix_len = min(prefix_blocks * prompt.block_size, prompt.num_tokens - 1)
         num_new, num_pairs = prefill_quantities(prompt.num_tokens - prefix_len, prefix_len)
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
 
     def _estimate_time_again(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
-        """Return the seconds that a prefill behind `prefix_blocks` spends on blocks that are coming
-        elsewhere.
+        """Return the seconds that a prefill spends on blocks that are coming elsewhere.
 
-        Time for blocks that some instance holds already does not count.
+        The prefill begins after `prefix_blocks`. Blocks that some instance holds already do not count.
         """
         prefix_blocks = max(prefix_blocks, prompt.num_stored_blocks)
         if prefix_blocks >= prompt.num_coming_blocks:
@@ -344,14 +346,14 @@ class Scheduler:
 
         Args:
             prompt: The prompt.
-            match: The instances that hold a prefix of it.
+            match: The instances that hold a prefix of the prompt.
             request: The request's requirements on its decode instance.
-            budget_s: The longest time in seconds of an iteration that has a chunk of the prompt beside other
-                requests.
+            budget_s: The most seconds that an iteration with a chunk of the prompt and other requests may
+                take.
             now_s: The time.
 
         Returns:
-            The instance with the predicted times; None if no instance inlines, has room and keeps the budget.
+            The instance with the predicted times; None if no inlining instance has room and keeps the budget.
         """
         loads, costs = self._view.loads, self._view.decode_costs
         behind_s = loads.behind_s(prompt.priority)
@@ -385,6 +387,6 @@ class Scheduler:
 def zeroed_candidates(
     num_slots: int,
 ) -> tuple[Floats, Floats, Floats, np.ndarray[tuple[int], np.dtype[np.bool_]], Floats]:
-    """Return zeroed arrays for all fields of `Candidates` but the last (`least`), in their order."""
+    """Return zeroed arrays for the fields of `Candidates` in order, without the last field `least`."""
     queue_s, rest_s, ttft_s, again_s = np.zeros((4, num_slots))
     return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_), again_s

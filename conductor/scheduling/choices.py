@@ -1,5 +1,6 @@
-"""The choice of the prefill instance among candidates with predicted times: by Algorithm 1, or by a
-rule with which it is compared.
+"""The choice of the prefill instance among candidates with predicted times.
+
+The rule is Algorithm 1, or another one for comparison:
 
     kvcache_centric, cache_aware  the least TTFT (Mooncake, sections 6 and 6.1; cache_aware fetches nothing)
     load_balancing                the fewest assigned requests (section 6.1)
@@ -22,7 +23,7 @@ from conductor.view.loads import Loads
 from mooncake.config.policies import Scheduling
 
 _TIE_BREAK = 1e-6
-"""The weight of one assigned request, which decides between equal utilisations only."""
+"""The weight of one assigned request. It is so small that it only decides between equal utilisations."""
 
 
 class Candidates(NamedTuple):
@@ -32,17 +33,17 @@ class Candidates(NamedTuple):
     rest_s: Floats
     """Seconds to get the prefix and to compute the rest of the prompt."""
     ttft_s: Floats
-    """Seconds of queue and rest together; infinite for an instance that cannot take the prompt."""
+    """Seconds of queue and rest together; infinite if the instance cannot take the prompt."""
     is_remote: NDArray[np.bool_]
     """Whether the best prefix is fetched; else the instance's own prefix is used."""
     again_s: Floats
-    """Seconds of `rest_s` for blocks that are coming to another instance, and that no instance holds."""
+    """Seconds of `rest_s` for blocks that no instance holds, and that another instance will compute."""
     least: int
-    """The slot with the least sum of TTFT and `again_s`, the first of equals."""
+    """The slot with the least sum of TTFT and `again_s`; the first one if several are equal."""
 
 
 Choice = Callable[[Candidates, Loads], int]
-"""A function that returns the chosen slot. If no instance can take the prompt, its TTFT is infinite."""
+"""A function that returns the chosen slot. The slot's TTFT is infinite if no instance can take the prompt."""
 
 
 def choice_of(settings: PolicySettings) -> Choice:
@@ -61,19 +62,19 @@ def choice_of(settings: PolicySettings) -> Choice:
 def least_ttft(candidates: Candidates, loads: Loads) -> int:
     """Return the slot that Algorithm 1 chooses (lines 10 and 18).
 
-    A prefix that is coming elsewhere is computed again only if this saves at least as much time as
-    the computation takes.
+    A prefix that is coming elsewhere is computed again only if that saves more time than the computation
+    takes.
     """
     return candidates.least
 
 
 def fewest_requests(candidates: Candidates, loads: Loads) -> int:
-    """Return the slot with the fewest assigned requests, the first of equals."""
+    """Return the slot with the fewest assigned requests; the first one if several are equal."""
     return _least(loads.num_assigned, candidates)
 
 
 class RandomChoice:
-    """The policy that chooses a random instance with room, by a seeded generator."""
+    """The policy that chooses an instance with room at random. Equal seeds give equal choices."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -86,8 +87,8 @@ class RandomChoice:
 class LeastUtilised:
     """The policy of BanaServe's Algorithm 2: the least utilisation U, then the fewest requests.
 
-    If even the least U is not below `threshold` (delta_L), only the number of requests counts. U is measured
-    from heartbeat to heartbeat; each prompt since the last heartbeat adds its estimated compute (line 15).
+    If no U is below `threshold` (delta_L), only the number of requests counts. U is measured from heartbeat
+    to heartbeat; each prompt since the last heartbeat adds its estimated compute (line 15).
     """
 
     def __init__(self, threshold: float) -> None:

@@ -30,15 +30,20 @@ from conductor.view.cluster_view import ClusterView
 from mooncake.native import THIS_PROCESSOR, load_or_do_without
 
 _PROMPT = struct.Struct("5qdq4d")
-"""The layout of `Prompt` in `algorithm1.cpp`: the fields of `Prompt` without the priority, the fields
-of `LongestPrefix` without the holder, and the time."""
+"""The layout of `Prompt` in `algorithm1.cpp`.
+
+It has the fields of `Prompt` without the priority, the fields of `LongestPrefix` without the holder, and the
+time.
+"""
 _INLINING = struct.Struct("2qd")
-"""The layout of `Inlining` in `algorithm1.cpp`: blocks of the whole request, most tokens of a chunk, the
-budget in seconds."""
+"""The layout of `Inlining` in `algorithm1.cpp`.
+
+It has the blocks of the whole request, the most tokens of a chunk, and the budget in seconds.
+"""
 
 
 def new_scheduler(view: ClusterView, settings: PolicySettings) -> Scheduler:
-    """Return the compiled scheduler, or the plain one where nothing can be compiled."""
+    """Return the compiled scheduler, or the plain one if nothing can be compiled here."""
     exactly = (*THIS_PROCESSOR, "-ffp-contract=off")  # one rounding where Python has two would differ from it
     library = load_or_do_without(
         Path(__file__).with_name("algorithm1.cpp"), "decisions take longer", flags=exactly
@@ -47,7 +52,7 @@ def new_scheduler(view: ClusterView, settings: PolicySettings) -> Scheduler:
 
 
 class NativeScheduler(Scheduler):
-    """Algorithm 1 with compiled loops, whose calls keep the GIL as they are short."""
+    """Algorithm 1 with compiled loops. Their calls keep the GIL, as they are short."""
 
     def __init__(self, view: ClusterView, settings: PolicySettings, library: ctypes.CDLL) -> None:
         super().__init__(view, settings)
@@ -56,14 +61,13 @@ class NativeScheduler(Scheduler):
         """The view's number of changes when the addresses of its arrays were taken."""
         self._found = zeroed_candidates(0)
         self._columns: list[NDArray[np.generic]] = []
-        """The arrays whose addresses were taken, kept alive here."""
+        """The arrays whose addresses were taken. This list keeps them alive."""
         self._addresses = b""
         self._tbt_s = array("d", [0.0])
         self._inlined_s = array("d", [0.0] * 5)
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Return the slot of the instance that can send the longest prefix soonest, among its holders (line
-        4)."""
+        """Return the slot that can send the longest prefix soonest, among the prefix's holders (line 4)."""
         return int(self._code.find_best_prefix_match(self._at(), *_packed(match), self._view.block_bytes))
 
     def estimate_ttft(
@@ -81,8 +85,10 @@ class NativeScheduler(Scheduler):
         return Candidates(*self._found, p)
 
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
-        """Return the slot and predicted TBT in seconds of the decode instance with the least TBT (line 24);
-        None if no instance has room."""
+        """Return the slot and predicted TBT in seconds of the decode instance with the least TBT (line 24).
+
+        None if no instance has room.
+        """
         tbt_s, row = self._tbt_s, self._refused(request)
         d = self._code.select_decoding_instance(
             self._at(), request.num_tokens, request.num_blocks, row, tbt_s.buffer_info()[0]
@@ -92,7 +98,9 @@ class NativeScheduler(Scheduler):
     def select_inlining_instance(
         self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
     ) -> Inlined | None:
-        """Return the instance that would inline the prompt (section 5); None if no instance can."""
+        """Return the instance on which inlining the prompt adds the least waiting (section 5); None if none
+        can.
+        """
         behind_s = self._view.loads.behind_s(prompt.priority)
         times_s = self._inlined_s
         instance = self._code.select_inlining_instance(
@@ -107,14 +115,16 @@ class NativeScheduler(Scheduler):
         return None if instance < 0 else Inlined(instance, *times_s)
 
     def _refused(self, request: Decoding) -> bytes | None:
-        """Return the bit mask of the slots that may not be chosen; None if all may."""
+        """Return the bit mask of the slots that must not be chosen; None if there are no such slots."""
         if not request.refused:
             return None
         return packed([sum(1 << slot for slot in request.refused)], self._view.loads.num_slots)
 
     def _at(self) -> bytes:
-        """Return the packed addresses of the view's arrays, which change when an instance has come or
-        gone."""
+        """Return the packed addresses of the view's arrays.
+
+        The arrays are replaced when instances come, leave or change their roles.
+        """
         view = self._view
         if self._num_changes != view.num_changes:
             self._num_changes = view.num_changes

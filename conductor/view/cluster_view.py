@@ -232,7 +232,10 @@ class ClusterView:
         self._adopt_costs(slot)
 
     def _adopt_costs(self, slot: int) -> None:
-        """Adopt the costs that instances of the same kind have learned, for the stages of the role."""
+        """Adopt the costs that instances of the same kind have learned.
+
+        Only the costs of stages that the instance's role does are adopted.
+        """
         loads = self.loads
         if loads.is_prefill.item(slot) or loads.inlines.item(slot):
             self.prefill_costs.adopt(slot)

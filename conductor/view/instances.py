@@ -254,10 +254,9 @@ class Instances:
 
     @property
     def num_expected(self) -> int:
-        """The number of instances in the cluster.
+        """The number of registered instances, or of an earlier Conductor's instances if those are more.
 
-        They are the registered ones, or an earlier Conductor's instances that are expected back if those are
-        more.
+        The latter count only while they are expected back.
         """
         return max(len(self), 0 if self._all_expected_until_s is None else self._num_before)
 

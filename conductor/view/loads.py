@@ -74,7 +74,7 @@ class Loads:
     decode_room_blocks: NDArray[np.int64]
     """Blocks of the longest sequence that fits into the idle decode instance; 0 for other roles."""
     least_chunk_tokens: NDArray[np.int64]
-    """The least tokens of an inlined prompt in a shared iteration; 0 if only SLOs limit them."""
+    """The fewest tokens of an inlined prompt in an iteration with other requests; 0 for no minimum."""
     num_assigned: NDArray[np.int64]
     """Requests assigned to the instance, for prefill or for decode."""
     head_priority: NDArray[np.int64]
@@ -199,7 +199,7 @@ class Loads:
     def queue_s(self, now_s: float, priority: int = 0) -> Floats:
         """Return the seconds until each instance has computed all prompts ahead of one of `priority`.
 
-        The time that the present prompt has already been computed for is subtracted.
+        The time already spent on the present prompt is subtracted.
         """
         left_s: Floats = np.maximum(self.ends_s - now_s, self.behind_head_s)
         behind_s = self.behind_s(priority)
@@ -290,7 +290,8 @@ class Loads:
     def has_begun(self, slot: int, request_id: str) -> bool:
         """Return whether the prompt is believed to have begun.
 
-        It is, once it has been first in its instance's order. Instances do not report the beginning.
+        A prompt has begun once it has been first in its instance's order. Instances do not report the
+        beginning.
         """
         prefill = self._prefills[slot].ordered.get(request_id)
         return prefill is not None and prefill.has_begun
@@ -348,9 +349,9 @@ class Loads:
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 
     def share_in_batches(self, slots: Floats) -> float:
-        """Return the share, from 0 to 1, of decoding requests that are in a batch, over these slots.
+        """Return the share of decoding requests that are in a batch, from 0 to 1.
 
-        `slots` has a weight for each slot: 1 to count the slot, 0 otherwise.
+        `slots` has a weight for each slot: 1 if the slot's requests count, 0 otherwise.
         """
         num_decoding = float(self.num_decoding.dot(slots))
         num_batched = np.minimum(self.num_decoding - self.num_awaiting_turn, self.max_batch)

@@ -47,7 +47,7 @@ class Encoding(Enum):
 def bytes_moved(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, item_bytes: int) -> int:
     """Return the bytes moved in either direction.
 
-    They are elements, one-byte numbers, and a float32 scale for each head's K and V.
+    Moved are the elements, the one-byte numbers, and a float32 scale for each head's K and V.
     """
     return num_pages * num_kv_heads * 2 * (page_size * head_dim * (item_bytes + 1) + 4)
 

@@ -76,9 +76,9 @@ class Pool:
         self._all_layers = (1 << table.num_layers) - 1
         self._last_id = 0
         self.reservations: dict[int, PageReservation] = {}
-        """Open reservations by id. Other modules only read this."""
+        """Open reservations by id. Other modules only read this dict."""
         self.leases: dict[int, PageLease] = {}
-        """Leases by id. Other modules only read this."""
+        """Leases by id. Other modules only read this dict."""
         self._lease_deadlines = Deadlines[int]()
         self._num_holds: Counter[int] = Counter()
         """The number of holds on each page that has holds."""

@@ -128,8 +128,7 @@ class Send:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unplaced = 0
-        """Number of layers that are not submitted yet, and number of layers that are not in their remote
-        pages yet.
+        """Number of layers not submitted yet, and number of layers not in their remote pages yet.
 
         The numbers count the layers of all blocks. Both are 0 until the receiver's shard is known.
         """

@@ -19,7 +19,7 @@ FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0
 """Seconds of the longest backoff. A repaired path is noticed after this time at the latest."""
 _MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))
-"""The number of doublings that make the longest pause of the first pause."""
+"""The first pause, doubled this many times, is the longest pause or more."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ class WriteRefused(Exception):
 
 
 class GrantWriter(Protocol):
-    """The interface of a peer with an open transfer, for the `WriteTarget` of the transfer."""
+    """The interface by which a `WriteTarget` speaks to a peer with an open transfer."""
 
     name: str
 

@@ -40,8 +40,8 @@ class Tls:
     def good_until_s(self) -> float:
         """Return the end of this node's certificate, in seconds of `time.time`.
 
-        For this, both ends shake hands with each other in this process. Raises ConfigError if that fails, as
-        it would fail with other nodes.
+        The method makes a TLS handshake between two ends in this process. Raises ConfigError if the handshake
+        fails, as it would fail with other nodes.
         """
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.connecting.wrap_bio(to_client, to_server)

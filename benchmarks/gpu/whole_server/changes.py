@@ -136,7 +136,7 @@ class Changes:
         return self._while_streaming(drain, "drain")
 
     def _kill(self, victim: str | None) -> Found:
-        """Kill a worker with prompts in flight. None: kill the busiest decode instance while it decodes."""
+        """Kill the worker `victim` with prompts in flight; if None, the busiest decode instance in decode."""
         free_bytes = self._free_bytes()
 
         def kill() -> str:

@@ -46,7 +46,7 @@ class Reference:
     def are_alike(self, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]) -> bool:
         """Return whether two answers are equal up to rounding.
 
-        They are, if their first different tokens have equal logprobs up to rounding.
+        If they differ, their first different tokens must have equal logprobs up to rounding.
         """
         if list(answer) == list(other):
             return True

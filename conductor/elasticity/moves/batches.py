@@ -126,7 +126,7 @@ class InstanceBatch:
     def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
         """Return whether the request can move to this instance.
 
-        It can, if a batch slot and device pages are free, and the batch stays within `share` of its SLO.
+        A batch slot and device pages must be free, and the batch must stay within `share` of its SLO.
         """
         if not self.takes_requests or self.size >= self.max_batch:
             return False

@@ -126,7 +126,7 @@ class Forecast(ABC):
 
 
 class SystemForecast(Forecast):
-    """The system-level forecast: the lengths of the latest decodes are expected of every request."""
+    """The system-level forecast: every request is expected to be decoded as long as the latest ones were."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,10 @@ BATCH = 60
 
 
 def drawn_load(seed: int) -> SyntheticLoad:
-    """Return a load at its rate, with random lengths, burstiness, turns and shared prefix."""
+    """Return a random load: lengths, burstiness, turns and shared prefix are drawn.
+
+    Its rate is `OFFERED` times the nodes' capacity.
+    """
     rng = random.Random(seed)
     num_input, num_output = 10 ** rng.uniform(2.3, 4.3), 10 ** rng.uniform(1.2, 2.8)
     load = SyntheticLoad(
