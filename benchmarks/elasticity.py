@@ -63,7 +63,7 @@ WARM_UP = (Phase(8.0, 3.0, 500, 50),)
 def swinging(seconds: float, load: float) -> tuple[Phase, ...]:
     """Return the phases of a load that swings between long prompts and long answers.
 
-    With phases of about a second both loads are there at once, as no rule follows so fast.
+    No rule follows phases of about a second, so that both loads are there at once.
     """
     return (Phase(seconds, load * PROMPTS_PER_S, 1500, 30), Phase(seconds, load * ANSWERS_PER_S, 150, 300))
 

@@ -12,12 +12,13 @@ two tokens.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,33 @@ FLOOD = 64
 """The requests that a load of many requests keeps in flight."""
 
 
+async def whole(http: httpx.AsyncClient, path: str, bodies: Iterator[Body]) -> int:
+    """Send a request and read its answer, streamed or not, as bytes. Returns the answer's status."""
+    async with http.stream("POST", path, json=next(bodies)) as answer:
+        async for _ in answer.aiter_raw():
+            pass
+    return answer.status_code
+
+
+async def pipelined(http: httpx.AsyncClient, path: str, bodies: Iterator[Body]) -> int:
+    """Send requests over one connection, without waiting for answers to earlier ones. Returns the last
+    answer's status."""
+    reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+    with contextlib.closing(writer):
+        writer.write(b"".join(in_bytes(http, path, body) for body in itertools.islice(bodies, FLOOD)))
+        for _ in range(FLOOD):
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+    return int(head.split()[1])
+
+
+def in_bytes(http: httpx.AsyncClient, path: str, body: Body) -> bytes:
+    """Return a request as it is sent over a connection of HTTP/1.1."""
+    request = http.build_request("POST", path, json=body)
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + request.content
+
+
 class Load(NamedTuple):
     """Requests of the large tenant. Each one is sent again when it has ended."""
 
@@ -48,6 +76,7 @@ class Load(NamedTuple):
     body: Callable[[random.Random], Body]
     num_clients: int = 1
     settles: bool = True
+    send: Callable[[httpx.AsyncClient, str, Iterator[Body]], Awaitable[int]] = whole
 
 
 class Measured(NamedTuple):
@@ -64,25 +93,37 @@ def completion(rng: random.Random, num_prompt: int, num_tokens: int, **fields: A
     return {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
 
 
+def chat(content: str, num_tokens: int, **fields: Any) -> Body:
+    """Return the body of a request for `num_tokens` tokens behind a chat of one message."""
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "max_tokens": num_tokens, **fields}
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOADS = (
     Load("idle", "", lambda _: {}, num_clients=0),
-    Load("n=128 of 2,000 tokens", "completions", lambda rng: completion(rng, 16, 2000, n=128)),
-    Load("its first second", "completions", lambda rng: completion(rng, 16, 2000, n=128), settles=False),
-    Load("n=128, logprobs=5", "completions", lambda rng: completion(rng, 16, 2000, n=128, logprobs=5)),
-    Load("n=128, long prompt", "completions", lambda rng: completion(rng, NUM_LONG_PROMPT, 400, n=128)),
-    Load("64 of 2,000 tokens", "completions", lambda rng: completion(rng, 16, 2000), FLOOD),
-    Load("64 long prompts", "completions", lambda rng: completion(rng, NUM_LONG_PROMPT, 1), FLOOD),
-    Load("64 short ones", "completions", lambda rng: completion(rng, 16, 1), FLOOD),
-    Load("64 large /tokenize", "tokenize", lambda rng: {"model": MODEL, "prompt": words(rng, 20_000)}, FLOOD),
+    Load("n=128 of 2,000 tokens", COMPLETIONS, lambda rng: completion(rng, 16, 2000, n=128)),
+    Load("n=128, streamed", COMPLETIONS, lambda rng: completion(rng, 16, 2000, n=128, stream=True)),
+    Load("its first second", COMPLETIONS, lambda rng: completion(rng, 16, 2000, n=128), settles=False),
+    Load("n=128, logprobs=5", COMPLETIONS, lambda rng: completion(rng, 16, 2000, n=128, logprobs=5)),
+    Load("n=128, long prompt", COMPLETIONS, lambda rng: completion(rng, NUM_LONG_PROMPT, 400, n=128)),
+    Load("64 of 2,000 tokens", COMPLETIONS, lambda rng: completion(rng, 16, 2000), FLOOD),
+    Load("64 long prompts", COMPLETIONS, lambda rng: completion(rng, NUM_LONG_PROMPT, 1), FLOOD),
+    Load("64 short ones", COMPLETIONS, lambda rng: completion(rng, 16, 1), FLOOD),
+    Load("64 short ones, pipelined", COMPLETIONS, lambda rng: completion(rng, 16, 1), send=pipelined),
+    Load(
+        "64 template variables",
+        CHAT,
+        lambda rng: chat("Say x.", 1, chat_template_kwargs={"x": words(rng, 4)}),
+        FLOOD,
+    ),
+    Load(
+        "64 large /tokenize", "/tokenize", lambda rng: {"model": MODEL, "prompt": words(rng, 20_000)}, FLOOD
+    ),
     Load(
         "64 schemas of 3,000 values",
-        "chat/completions",
-        lambda rng: {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "Say x."}],
-            "max_tokens": 64,
-            "response_format": enum_of(rng, 3000),
-        },
+        CHAT,
+        lambda rng: chat("Say x.", 64, response_format=enum_of(rng, 3000)),
         FLOOD,
     ),
 )
@@ -104,12 +145,12 @@ def enum_of(rng: random.Random, num_values: int) -> Body:
 
 
 async def keep_asking(http: httpx.AsyncClient, load: Load, rng: random.Random, statuses: set[int]) -> None:
-    """Send requests of a load, one after the other, until cancelled."""
-    root = "" if load.path == "tokenize" else "/v1"
+    """Send requests of a load until cancelled."""
+    bodies = (load.body(rng) for _ in itertools.count())
     while True:
-        answer = await http.post(f"{root}/{load.path}", json=load.body(rng))
-        statuses.add(answer.status_code)
-        if answer.status_code != 200:
+        status = await load.send(http, load.path, bodies)
+        statuses.add(status)
+        if status != 200:
             await asyncio.sleep(0.2)
 
 

@@ -69,7 +69,7 @@ class Ring:
         times_s: list[float],
         before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> Iterator[list[int]]:
-        """Time calls that are awaited, like `time`. A call lasts from its yield to the next one's request."""
+        """Time calls that are awaited, like `time`. A call lasts until the next one is asked for."""
         deadline_s = time.perf_counter() + budget_s
         while not times_s or time.perf_counter() < deadline_s:
             indices = [(self._next + i) % self.num_blocks for i in range(depth)]
@@ -120,7 +120,7 @@ class Memory:
 
 
 class Workload:
-    """One store with its timed calls. `open` must be called first."""
+    """One store whose calls are timed. `open` must be called first."""
 
     def __init__(self, store: Store, memory: Memory) -> None:
         self._store = store

@@ -58,7 +58,7 @@ class Engine(Protocol):
 
 
 class Transfers:
-    """One engine with its timed calls. A put of the workload is a write, a get is a read."""
+    """One engine whose calls are timed. A put of the workload is a write, a get is a read."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

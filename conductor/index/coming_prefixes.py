@@ -52,7 +52,7 @@ class _Node:
     start: int
     end: int
     num_prompts: Counter[int]
-    """By slot, the number of prompts that pass through this node or end in it. No entry is 0."""
+    """The number of prompts that pass through this node or end in it, by slot. No entry is 0."""
     mask: int
     """The bit mask of the slots in `num_prompts`."""
     children: "dict[BlockKey, _Node]" = field(default_factory=dict)

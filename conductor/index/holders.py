@@ -46,11 +46,11 @@ class HolderSets:
 
     def __init__(self) -> None:
         self.holding = [0]
-        """By set, the mask of the slots whose instances hold the set's blocks in DRAM or on SSD."""
+        """The mask of the slots whose instances hold the set's blocks in DRAM or on SSD, by set."""
         self.in_dram = [0]
-        """By set, the mask of the slots whose instances hold the set's blocks in DRAM."""
+        """The mask of the slots whose instances hold the set's blocks in DRAM, by set."""
         self.on_device = [0]
-        """By set, the mask of the slots whose engines hold the set's blocks in their own prefix caches."""
+        """The mask of the slots whose engines hold the set's blocks in their own prefix caches, by set."""
         self.num_device_blocks = 0
         """The number of blocks in engines' prefix caches. A block counts once for each shard that has it."""
         self._held = [0]
@@ -60,7 +60,7 @@ class HolderSets:
         self._free: list[int] = []
         self._num_empty = 0
         self.is_empty = array("B", [False])
-        """By set, whether it has lost all holders while blocks still use it. False for `EMPTY`."""
+        """Whether a set has lost all holders while blocks still use it, by set. False for `EMPTY`."""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
         """Record that `shard` has stored or removed `num_blocks` blocks with the holders `before`.

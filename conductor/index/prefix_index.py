@@ -24,7 +24,7 @@ from mooncake.messages.pools import Tier
 
 
 class PrefixMatch(NamedTuple):
-    """For a prompt, the number of its leading blocks that each instance holds, as depths with masks of slots.
+    """The number of leading blocks of a prompt that each instance holds, as depths with masks of slots.
 
     For each slot `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`; a free slot has 0 blocks.
     """
@@ -33,7 +33,7 @@ class PrefixMatch(NamedTuple):
     depths: list[int]
     """Different numbers of leading blocks, in any tier, in rising order."""
     masks: list[int]
-    """For each depth, the mask of the slots that hold exactly this number of leading blocks.
+    """The mask of the slots that hold exactly this number of leading blocks, for each depth.
 
     Each slot is in one mask.
     """
@@ -122,7 +122,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._table = new_block_table()
-        """For each key, the number of its set of holders."""
+        """The number of the set of holders, for each key."""
         self._slots: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shards_of: dict[str, tuple[str, ...]] = {}

@@ -117,7 +117,7 @@ class QuotaLevels:
     def __init__(self, store: LevelStore, quotas: Quotas) -> None:
         self._store, self._quotas = store, quotas
         self._num_saved: dict[str, int] = {}
-        """By tenant, the tokens used as of the latest write: charged tokens minus refunded tokens."""
+        """The tokens used as of the latest write, by tenant: charged tokens minus refunded tokens."""
 
     async def restore(self) -> None:
         """Restore the saved levels. Raises ConfigError if they cannot be read."""

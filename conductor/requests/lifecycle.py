@@ -103,7 +103,7 @@ class TrackedRequest:
     assignment: Assignment | None = None
     """The pair, and the load that the request adds to the pair; None unless `state` is in `PLACED`."""
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
-    """For each failed attempt, the socket identities of its pair.
+    """The socket identities of the pair of each failed attempt.
 
     An attempt that failed because an instance of its pair was lost is left out.
     """

@@ -200,7 +200,7 @@ class WorkerReports:
         return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """Begin another attempt: from the start, or behind the output that may have left."""
+        """Begin another attempt: from the start, or after the front's output if output may have left."""
         if tracked.may_have_begun:
             effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
             return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]

@@ -98,9 +98,7 @@ class NativeScheduler(Scheduler):
     def select_inlining_instance(
         self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
     ) -> Inlined | None:
-        """Return the instance on which inlining the prompt adds the least waiting (section 5); None if none
-        can.
-        """
+        """Return the instance where inlining the prompt adds the least waiting (section 5); None for none."""
         behind_s = self._view.loads.behind_s(prompt.priority)
         times_s = self._inlined_s
         instance = self._code.select_inlining_instance(

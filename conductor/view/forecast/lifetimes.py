@@ -31,7 +31,7 @@ class Lifetimes:
     def __init__(self) -> None:
         self._latest: deque[int] = deque(maxlen=_NUM_RECENT)
         self._lasted: Floats | None = None
-        """For each age, the number of decodes that lasted at least so long; None to count them again."""
+        """The number of decodes that lasted at least so long, by age; None to count them again."""
         self._shares: dict[int, Floats] = {}
         """The cached results of `shares_left` by buckets ahead. The next learned decode clears them."""
 

@@ -87,7 +87,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _shown() -> Table:
-    """Return the time of a pass whose transfers take the time of the computation, relative to the latter."""
+    """Return the times of passes whose transfers take as long as the computation, relative to it."""
     rows: list[list[Cell]] = []
     for num_tokens, (alone_s, pipeline_s, after_s) in SLOW_S.items():
         predicted = overlapped_s(alone_s, alone_s, SMOLLM2_LAYERS) / alone_s

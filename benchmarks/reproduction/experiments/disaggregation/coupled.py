@@ -56,7 +56,7 @@ def run_real_workload(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_capacity(trace: Trace, folder: Path) -> Outcome:
-    """Find each cluster's capacity by TBT SLO: the requests a second of which enough are effective."""
+    """Find the rate up to which enough requests are effective, by cluster and TBT SLO."""
     setups = systems(16, "llama3-70b")
     sweeps = [_sweep(setup, trace) for setup in setups]
     rows: list[list[str | float | None]] = []

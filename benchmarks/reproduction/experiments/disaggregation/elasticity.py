@@ -65,10 +65,7 @@ class Part:
 
 
 LONG_PROMPTS, LONG_ANSWERS, EVEN = Kind(4096, 128), Kind(1024, 1024), Kind(2048, 400)
-"""Kinds of requests, by the instance time that prefill takes in relation to decode.
-
-It is four times, a quarter of, and equal to that of decode.
-"""
+"""Kinds of requests whose prefill takes four times, a quarter of, or as much as the time of their decode."""
 
 
 def _spread(mean: int) -> Values:
@@ -134,7 +131,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 def _row(
     name: str, setup: Setup, load: Callable[[], Iterator[TraceRequest]], num_parts: int | None
 ) -> list[Cell]:
-    """Compare a rebalancing cluster with all fixed divisions. It begins with equal numbers of instances."""
+    """Compare a rebalancing cluster with all fixed divisions. The former begins with equal numbers."""
     num = setup.num_prefill + setup.num_decode
     fixed = [
         msgspec.structs.replace(setup, num_prefill=prefill, num_decode=num - prefill)

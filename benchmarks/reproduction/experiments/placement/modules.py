@@ -47,7 +47,7 @@ FIGURES = {
     ("llama-13b", "long"): ("10", 1.5, 1.5),
     ("opt-13b", "long"): ("11", 1.3, 1.3),
 }
-"""By model and load: the figure's number, and the largest published gains in throughput.
+"""The number of the figure and the largest published gains in throughput, by model and load.
 
 The gains are relative to vLLM and to DistServe (section 5.2).
 """
