@@ -1,7 +1,7 @@
 """The first rank's links to the other ranks of its tensor-parallel group, its followers.
 
-All messages to the followers leave in one order, whichever task sends them. So passes reach them in the order
-of this rank's device thread.
+All messages to the followers leave in one order, whichever task sends them. So followers compute passes in
+the order in which this rank's device thread computes them.
 
 Owns: the links to followers, calls and their combined answers. Does not know: prompts, sequences, how ranks
 compute.
@@ -40,7 +40,10 @@ _ERRORS: dict[FailureKind, type[MooncakeError]] = {
 
 
 def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None":
-    """Return the links to a first rank's followers, which listen for them; None if the rank has no group."""
+    """Return a first rank's links to its followers; None if the rank has no group.
+
+    The links listen for the followers.
+    """
     rank = process.rank
     if rank.size == 1:
         return None
@@ -60,7 +63,7 @@ def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None"
 
 
 class Followers:
-    """The links to all followers: `join` first, then `start`."""
+    """The links to all followers. `join` must return before `start` is called."""
 
     def __init__(self, links: Sequence[NextStage]) -> None:
         self._links = links
@@ -68,20 +71,24 @@ class Followers:
         self._outbox: asyncio.Queue[msgspec.Struct] = asyncio.Queue()
         self._call_ids = itertools.count(1)
         self._answers: dict[int, list[asyncio.Future[RankResult | None]]] = {}
-        """The followers' answers to each call in flight, in the order of ranks."""
+        """The followers' answers to each call in flight, by the call's number: one future for each follower,
+        in the order of ranks."""
         self._said: dict[tuple[type, int, int], list[AboutJob]] = {}
-        """Messages about a prompt that some followers have sent, but not all."""
+        """Reports that some followers have sent, but not all, by the report's type, prompt and round."""
         self.lost = asyncio.Event()
         """Set when a follower is lost, or the session ends."""
 
     def close(self) -> None:
-        """Close the links. Followers notice the end at their next beats, or by silence."""
+        """Close the links.
+
+        Followers notice this at their next beats, or when they have heard nothing for `peer_timeout_s`.
+        """
         for link in self._links:
             link.close()
 
     @property
     def capacity(self) -> Capacity:
-        """The capacity of the follower that has the least of each kind."""
+        """The followers' least capacity, taken for each field separately."""
         return Capacity(
             min(link.capacity.num_pool_pages for link in self._links),
             min(link.capacity.num_device_pages for link in self._links),
@@ -104,11 +111,18 @@ class Followers:
         return {name: stats for link in self._links for name, stats in link.pools.items()}
 
     async def join(self) -> None:
-        """Wait until all followers have joined. A follower that does not fit is refused."""
+        """Wait until all followers have joined.
+
+        A follower of another release, model or group size is refused, and the wait goes on.
+        """
         await asyncio.gather(*(link.join() for link in self._links))
 
     def start(self, group: asyncio.TaskGroup, hear: Hear) -> list[asyncio.Task[None]]:
-        """Run the links as tasks of `group`; a lost follower ends it with `SessionLostError`."""
+        """Start the links' tasks in `group`, and return the tasks.
+
+        `hear` gets the followers' reports about prompts. If a follower is lost, a task raises
+        `SessionLostError`.
+        """
         tasks = [group.create_task(self._post())]
         for rank, link in enumerate(self._links):
 
@@ -120,19 +134,20 @@ class Followers:
         return tasks
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Send a message to all followers, behind all earlier messages."""
+        """Queue a message to all followers, behind all earlier messages."""
         self._outbox.put_nowait(message)
 
     def announce(self, message: msgspec.Struct) -> None:
-        """Send a message to all followers, from any thread."""
+        """Queue a message to all followers. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
 
     async def call(self, work: RankWork) -> list[RankResult | None]:
-        """Have all followers perform `work`, and return their answers.
+        """Have all followers perform `work`, and return their results in the order of ranks.
 
         All followers have stopped the work when this returns or raises.
 
-        Raises the error of one follower, or SessionLostError if one is lost.
+        Raises a follower's error (PoolFullError, PoolError or TransferError), or SessionLostError if a
+        follower is lost.
         """
         if self.lost.is_set():
             raise SessionLostError("another rank is gone")
@@ -173,7 +188,11 @@ class Followers:
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Pass a message on when all followers have sent it, but `Unusable` and `StageFailed` at once."""
+        """Pass a report on once all followers have sent it. `Unusable` and `StageFailed` are passed on at
+        once.
+
+        Of several `Usable` reports, the one with the fewest blocks is passed on.
+        """
         if isinstance(message, Unusable | StageFailed):
             await hear(message)
             return

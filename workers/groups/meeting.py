@@ -1,7 +1,7 @@
 """The process group of tensor-parallel ranks during one session.
 
-All ranks are on one node. They meet in a file of the run directory, which only their user can access, and
-communicate over the loopback interface.
+All ranks are on one node. They find each other through a file in the run directory, which only their user can
+access, and communicate over the loopback interface.
 
 Owns: joining and leaving a process group. Does not know: which rank leads.
 """
@@ -19,14 +19,17 @@ from workers.execution.jobs import wait_to_end
 
 _INTERFACE = "lo"
 _TIMEOUTS_APART = 2
-"""Peer timeouts after which an awaited rank counts as lost, unless its link has shown the loss before."""
+"""The number of peer timeouts for which a rank waits for other ranks in the process group.
+
+The links between ranks usually show a loss earlier.
+"""
 
 
 @contextlib.asynccontextmanager
 async def meeting(path: str, process: WorkerProcess, device: torch.device) -> AsyncIterator[None]:
-    """Make a context in which this rank is in the group that meets at `path`, a new file for each group.
+    """Make a context in which this rank is in the process group that meets through the file `path`.
 
-    Raises RankLost if not all ranks join in time.
+    Each group needs a new file. Raises RankLost if not all ranks join in time.
     """
     rank = process.rank
     store = dist.FileStore(path, rank.size)  # type: ignore[attr-defined]

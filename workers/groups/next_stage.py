@@ -1,4 +1,4 @@
-"""The link from a stage to the stage behind it, or from the first rank of a group to another rank.
+"""The link from a stage to the next stage, or from the first rank of a group to another rank.
 
 Owns: the link (this side listens), flow control of passes. Does not know: prompts.
 """
@@ -34,14 +34,19 @@ from workers.groups.stage_messages import (
 from workers.groups.stage_pulse import LinkPulse
 
 _PASSES_AHEAD = 2
-"""The most passes that are sent and not begun by the next stage: with one in flight and one that has arrived,
-the stage never waits."""
+"""The most passes that are sent and not begun by the next stage.
+
+With one pass in flight and another that has arrived, the next stage always has a pass to compute.
+"""
 _MOST_BYTES = 4 << 20
 """The most bytes of hidden states in one message."""
 
 
 def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
-    """Return the link to the stage behind a worker, which listens for that stage; None for the last stage."""
+    """Return a worker's link to the next stage; None for the last stage.
+
+    The link listens for the next stage.
+    """
     stage = process.stage
     if stage.number + 1 == stage.num_stages:
         return None
@@ -56,7 +61,7 @@ def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None
 
 
 class NextStage:
-    """The link to the next stage. `join` comes first, then `run` and `beat` run as tasks."""
+    """The link to the next stage. `join` must return before `run` and `beat` run as tasks."""
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class NextStage:
     ) -> None:
         """Listen for stage number `stage`, which counts as lost after `timeout_s` seconds of silence.
 
-        `kind`: the word for the peer in messages to people, before its number: "stage" or "rank".
+        `kind` is the peer's name in errors and progress reports: "stage" or "rank".
         """
         self._router: Router[FromFollower] = Router(endpoint, FromFollower, key)
         self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
@@ -81,25 +86,34 @@ class NextStage:
         self._num_ahead = 0
         self._taken = asyncio.Event()
         self.capacity: Capacity
-        """The least capacity of the next stage and all stages behind it."""
+        """The least capacity of the next stage and all later stages, for each field separately.
+
+        Set by `join`.
+        """
         self.engine: str
-        """Engines of the next stage and all stages behind it, for people."""
+        """The engines of the next stage and all later stages, as text. Set by `join`."""
         self.shards: tuple[PoolShard, ...]
-        """Pool parts of the next stage and all stages behind it."""
+        """The pool parts of the next stage and all later stages. Set by `join`."""
         self.pools: dict[str, PoolStats] = {}
-        """Latest counters of the pools of the next stage and all stages behind it."""
+        """The latest counters of the pools of the next stage and all later stages, by messenger name."""
 
     @property
     def endpoint(self) -> str:
-        """The address to which the stage connects."""
+        """The address to which the next stage connects."""
         return self._router.endpoint
 
     def close(self) -> None:
-        """Close the link. The stage notices the end at its next beat, or by silence."""
+        """Close the link.
+
+        The next stage notices this at its next beat, or when it has heard nothing for its timeout.
+        """
         self._router.close()
 
     async def join(self) -> None:
-        """Wait until the stage has joined. A stage that does not fit is refused, and the wait goes on."""
+        """Wait until the next stage has joined.
+
+        A stage of another release, model or pipeline is refused, and the wait goes on.
+        """
         report(Progress(f"waiting for {self._name} at {self.endpoint}", 0, 0))
         while self._peer is None:
             sender, message = await self._router.recv()
@@ -117,7 +131,9 @@ class NextStage:
         hear: Callable[[AboutJob], Awaitable[None]],
         on_answer: Callable[[RankAnswer], None] | None = None,
     ) -> None:
-        """Receive and handle messages until the stage is lost. `on_answer` takes the answers of a rank.
+        """Receive and handle messages until the next stage is lost.
+
+        `hear` gets the reports about prompts. `on_answer` gets a rank's answers to calls.
 
         Raises `SessionLostError` when the stage is lost or has restarted its session.
         """
@@ -161,8 +177,11 @@ class NextStage:
             raise SessionLostError(f"{self._name} is gone: {error}") from None
 
     async def compute(self, ranges: Sequence[ChunkRange], hidden: torch.Tensor) -> None:
-        """Send a pass with hidden states `hidden` [T, hidden_size] on the CPU, and wait until another pass
-        may be sent."""
+        """Send a pass, and wait until the next stage can take another one.
+
+        `hidden` are the states [T, hidden_size] of the tokens in `ranges`, contiguous and on the CPU, in the
+        model's dtype.
+        """
         data = memoryview(hidden.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         await self.send(Pass(list(ranges), len(data), bytes(data[:_MOST_BYTES])))
         for start in range(_MOST_BYTES, len(data), _MOST_BYTES):
@@ -173,7 +192,7 @@ class NextStage:
             await self._taken.wait()
 
     async def _refuses(self, sender: bytes, hello: StageHello) -> bool:
-        """Refuse a stage that does not fit. Returns whether the stage was refused."""
+        """Refuse a stage whose hello does not match this side's. Returns whether the stage was refused."""
         try:
             self._check(hello)
         except MismatchError as error:
@@ -202,7 +221,7 @@ class NextStage:
 
 
 class Behind(Protocol):
-    """The interface of the later stages, or of the other ranks."""
+    """The interface of a link to the later stages, or of the links to the other ranks."""
 
     @property
     def capacity(self) -> Capacity: ...
@@ -213,9 +232,9 @@ class Behind(Protocol):
 
 
 def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
-    """Return the least capacity of a stage and all stages behind it, or of all ranks.
+    """Return the least capacity of a stage and all later stages, or of all ranks, for each field separately.
 
-    A prompt has as many pages in each of them, so the least capacity limits it.
+    A prompt needs as many pages in each of them, so the least capacity is its limit.
     """
     if behind is None:
         return capacity
@@ -227,10 +246,10 @@ def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
 
 
 def shards_of(shard: PoolShard, behind: Behind | None) -> tuple[PoolShard, ...]:
-    """Return the pool shards of a stage and all stages behind it."""
+    """Return the pool shards of a stage and all later stages, or of all ranks."""
     return (shard,) if behind is None else (shard, *behind.shards)
 
 
 def engines_of(engine: str, behind: Behind | None) -> str:
-    """Return the engines of a stage and all stages behind it, as text."""
+    """Return the engines of a stage and all later stages, or of all ranks, as text."""
     return engine if behind is None else f"{engine} + {behind.engine}"

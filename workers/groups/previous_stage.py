@@ -1,4 +1,4 @@
-"""The link from a stage to the stage before it, or from another rank of a group to the first rank.
+"""The link from a stage to the previous stage, or from another rank of a group to the first rank.
 
 Owns: the link (this side connects), the passes that arrive. Does not know: prompts.
 """
@@ -33,7 +33,7 @@ from workers.groups.stage_pulse import LinkPulse
 
 
 class IncomingPass:
-    """A pass from the stage before, with the part of its hidden states that has arrived."""
+    """A pass from the previous stage, with the part of its hidden states that has arrived."""
 
     def __init__(self, announced: Pass) -> None:
         self.ranges: list[ChunkRange] = announced.ranges
@@ -55,7 +55,10 @@ class IncomingPass:
 
 
 class PreviousStage:
-    """The link to the stage before. `join` comes first, then `run` runs as a task, and `beat` beside both."""
+    """The link to the previous stage.
+
+    `beat` runs as a task beside `join` and `run`; `join` must return before `run`.
+    """
 
     def __init__(
         self,
@@ -67,9 +70,9 @@ class PreviousStage:
         timeout_s: float,
         name: str = "the stage before",
     ) -> None:
-        """Connect to the stage before, which counts as lost after `timeout_s` seconds of silence.
+        """Connect to the previous stage, which counts as lost after `timeout_s` seconds of silence.
 
-        Every beat carries the result of `pools`. `name` names the other end, for messages.
+        `pools` returns the pool counters for each beat. `name` is the other end's name in errors.
         """
         self._dealer: Dealer[FromLeader] = Dealer(endpoint, identity, FromLeader, key)
         self._hello, self._pools = hello, pools
@@ -79,17 +82,20 @@ class PreviousStage:
         self._num_connections = 0
         """The number of connections when this stage joined: several if the other end had restarted."""
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
-        """Passes that have arrived and not begun, as many as the flow control of `NextStage` allows."""
+        """Passes that have arrived and have not begun.
+
+        The flow control of `NextStage` limits their number.
+        """
         self._coming: IncomingPass | None = None
 
     def close(self, linger_s: float) -> None:
-        """Close the link. Queued messages may still leave within `linger_s`."""
+        """Close the link. Queued messages may still leave within `linger_s` seconds."""
         self._dealer.close(linger_s)
 
     async def beat(self) -> None:
         """Send hellos until one is answered, then beats.
 
-        Raises `SessionLostError` if the other end is silent.
+        Raises `SessionLostError` if the other end is silent after it has answered.
         """
         await self._pulse.beat(self._say_that_it_is_here)
 
@@ -101,7 +107,10 @@ class PreviousStage:
             await self.send(self._hello)
 
     async def join(self) -> None:
-        """Wait until the stage before has accepted this one. Raises `ConfigError` if it refuses."""
+        """Wait until the previous stage has accepted this stage.
+
+        Raises `ConfigError` if it refuses this stage.
+        """
         while not self._has_joined:
             message = await self._dealer.recv()
             match message:
@@ -118,10 +127,13 @@ class PreviousStage:
         keep: Callable[[BlockOrder], None],
         follow: Callable[[ToFollower], None] | None = None,
     ) -> None:
-        """Receive and handle messages until the other end is lost. `follow` takes the messages to a rank.
+        """Receive and handle messages until the other end is lost.
 
-        Raises `SessionLostError` when the other end has restarted its session, and when the connection has
-        broken and was made again.
+        `obey` gets orders about prompts, `keep` gets orders about blocks. `follow` gets the messages that
+        only a rank receives.
+
+        Raises `SessionLostError` when the other end has restarted its session, and when the connection was
+        broken and made again: passes may be lost then.
         """
         while True:
             message = await self._dealer.recv()
@@ -152,11 +164,11 @@ class PreviousStage:
                     follow(message)
 
     async def taken(self) -> None:
-        """Tell the stage before that the oldest of `passes` has begun."""
+        """Tell the previous stage that the oldest of `passes` begins."""
         await self.send(PassTaken())
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Send a message. Raises `SessionLostError` when the other end does not read."""
+        """Send a message. Raises `SessionLostError` when the other end takes no messages."""
         try:
             await self._dealer.send(message)
         except PeerGoneError as error:

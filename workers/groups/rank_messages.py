@@ -1,8 +1,8 @@
 """The messages between the ranks of a tensor-parallel group, beside the messages of stages.
 
 The first rank leads: it takes orders from the Conductor, decides, and draws tokens. It has a link to each of
-the other ranks, its followers, like the link of a stage to the next one (`stage_messages`): a prompt is
-prefilled with the same messages. The leader alone chooses device pages, for all ranks.
+the other ranks, its followers. The link is like the link between two stages (`stage_messages`), and a prompt
+is prefilled with the same messages. The leader alone chooses device pages, for all ranks.
 
     leader                                follower
     (StageHello, StageWelcome)
@@ -10,7 +10,7 @@ prefilled with the same messages. The leader alone chooses device pages, for all
     PrefillPass           ->              compute, in this order; ranks wait only for each other's sums
     DecodePass            ->
     Call(id, work)        ->              work on a decoded sequence's blocks in the rank's own pool
-    StopCall(id)          ->              the work is not wanted any more
+    StopCall(id)          ->              cancel this work
                           <-   CallDone   once the work has stopped, or
                           <-   RankCallFailed
 
@@ -29,7 +29,8 @@ from workers.groups.stage_messages import ChunkRange, FromBefore, FromBehind
 
 
 class PassChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk (`workers.engine.batch.Chunk`) in a message, with the pages up to its end."""
+    """A chunk (`workers.engine.batch.Chunk`) in a message, with the sequence's device pages up to the chunk's
+    end."""
 
     token_ids: list[int]
     start: int
@@ -40,22 +41,25 @@ class PassChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReservePrompt(msgspec.Struct, tag=True, frozen=True):
-    """Work: reserve a prompt's pages, and grant the missing blocks. The result is `PromptReserved`."""
+    """The order to reserve a prompt's pages and to grant the missing blocks.
+
+    Its result is `PromptReserved`.
+    """
 
     number: int
     request: Request
 
 
 class AwaitArrival(msgspec.Struct, tag=True, frozen=True):
-    """Work: wait until all granted pages have arrived."""
+    """The order to wait until all granted pages have arrived."""
 
     number: int
 
 
 class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
-    """Work: reserve blocks, and fetch the blocks that this pool lacks from the pools of another instance.
+    """The order to reserve blocks, and to fetch the missing ones from the pools of another instance.
 
-    Answered with `BlocksFetched`. Earlier pages of the sequence are released.
+    Its result is `BlocksFetched`. An earlier reservation of the sequence is released.
     """
 
     number: int
@@ -65,18 +69,19 @@ class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Work: copy the first blocks to these device pages, from the pool or from the copy of `SaveToHost`."""
+    """The order to copy the sequence's first blocks to device pages, from the pool or from the copy of
+    `SaveToHost`."""
 
     number: int
     pages: list[int]
 
 
 class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Work: store these device pages in the pool: blocks with `keys`, then `num_private` blocks without a
+    """The order to store device pages in the pool: blocks with `keys`, then `num_private` blocks without a
     key.
 
-    If the sequence `is_parked`, the blocks stay reserved for it. `tokens` are the tokens of the keyed blocks,
-    if followers of KV events may know them.
+    If `is_parked`, the blocks stay reserved for the sequence. `tokens` are the tokens of the keyed blocks, if
+    followers of KV events may know them.
     """
 
     number: int
@@ -89,14 +94,14 @@ class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveToHost(msgspec.Struct, tag=True, frozen=True):
-    """Work: copy these device pages to host memory."""
+    """The order to copy device pages to host memory."""
 
     number: int
     pages: list[int]
 
 
 class ReleaseSequence(msgspec.Struct, tag=True, frozen=True):
-    """Work: release the sequence's reservation and saved pages. Idempotent."""
+    """The order to release a sequence's reservation and saved pages. Idempotent."""
 
     number: int
 
@@ -110,15 +115,15 @@ RankWork = (
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True):
-    """The order to join the process group that meets in a file of this name."""
+    """The order to join the process group whose ranks find each other through the file `path`."""
 
     path: str
 
 
 class PrefillPass(msgspec.Struct, tag=True, frozen=True):
-    """A pass over parts of prompts.
+    """The order to compute a prefill pass.
 
-    `are_last`: for each part, whether the part ends its prompt, so that logits are needed.
+    `are_last` says of each chunk whether it ends its prompt, so that logits are needed.
     """
 
     ranges: list[ChunkRange]
@@ -127,7 +132,7 @@ class PrefillPass(msgspec.Struct, tag=True, frozen=True):
 
 
 class DecodePass(msgspec.Struct, tag=True, frozen=True):
-    """An iteration of the decode batch."""
+    """The order to compute an iteration of the decode batch."""
 
     chunks: list[PassChunk]
 
@@ -140,7 +145,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopCall(msgspec.Struct, tag=True, frozen=True):
-    """The order to cancel a call, which has been answered or will be soon."""
+    """The order to cancel a call. The follower still answers the call, if it has not done so."""
 
     call_id: int
 
@@ -165,14 +170,15 @@ RankResult = PromptReserved | BlocksFetched
 
 
 class CallDone(msgspec.Struct, tag=True, frozen=True):
-    """The report that a call is done, with the `result` of its work, if such work has one."""
+    """The report that a call is done, with the result of its work; None if such work has no result."""
 
     call_id: int
     result: RankResult | None = None
 
 
 class FailureKind(StrEnum):
-    """The kind of error (of `mooncake.errors`) with which a call failed; STOPPED if the rank was stopped."""
+    """The kind of error (of `mooncake.errors`) with which a call failed; STOPPED if the call was
+    cancelled."""
 
     POOL_FULL = "pool_full"
     POOL = "pool"
@@ -181,7 +187,7 @@ class FailureKind(StrEnum):
 
 
 class RankCallFailed(msgspec.Struct, tag=True, frozen=True):
-    """The report that a call has failed or was stopped, and no part of it runs any more."""
+    """The report that a call has failed or was cancelled. No part of its work runs any more."""
 
     call_id: int
     kind: FailureKind

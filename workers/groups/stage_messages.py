@@ -1,23 +1,24 @@
 """Messages between the stages of a prefill pipeline (chunked pipeline parallelism, Mooncake, section 5.1).
 
-The stages are a chain: each talks to the stage before it and to the stage behind it, over ZeroMQ
-(`mooncake.bus.zeromq`). The first stage leads: it takes orders, and its decisions travel down the chain in
+The stages are a chain: each talks to the previous stage and to the next stage, over ZeroMQ
+(`mooncake.bus.zeromq`). The first stage leads. It takes orders, and its decisions travel down the chain in
 the order in which they were made; the stages' reports travel up.
 
-    before                                behind
+    previous stage                        next stage
                           <-   StageHello, until answered
     StageWelcome          ->                                    or StageRefused
     Begin(prompt)         ->                                    get memory for it
-                          <-   Usable(blocks)                   here and in all stages behind
+                          <-   Usable(blocks)                   here and in all later stages
     Pass, HiddenStates... ->                                    compute, in this order
                           <-   PassTaken                        it is being computed: one more may be sent
                           <-   FirstDrawn                       the first token of a prompt
-                          <-   Stored                           the blocks are in the pools behind
+                          <-   Stored                           the blocks are in this and all later pools
                           <-   Sent                             the blocks are at the decode side
     End(prompt)           ->                                    aborted or failed: release its memory
 
-Reuse that fails in a stage begins another *round* of the prompt: `Unusable` goes up, `Recount` comes down and
-is answered by `Usable`, and the prompt is computed again from there. Passes of earlier rounds are skipped.
+If a stage cannot reuse blocks as planned, another *round* of the prompt begins. `Unusable` goes up to the
+first stage, `Recount` comes down, and each stage answers with `Usable` again. Then the prompt is computed
+from the end of the usable blocks on. Passes of earlier rounds are skipped.
 
 Owns: the vocabulary. Does not know: sockets.
 """
@@ -31,9 +32,9 @@ from mooncake.messages.workers import Prefill
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a stage to the stage before it, sent when all stages behind it have joined.
+    """The first message of a stage to the previous stage, sent when all later stages have joined.
 
-    `capacity` is the least capacity of this stage and the stages behind it. `engine` names the engines of all
+    `capacity` is the least capacity of this stage and all later stages. `engine` names the engines of all
     these stages, as text, and `shards` are their parts of the pool.
     """
 
@@ -47,15 +48,17 @@ class StageHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageBeat(msgspec.Struct, tag=True, frozen=True):
-    """The report that the stage is alive, with the pool counters of this stage and all behind it."""
+    """The report that the stage is alive, with the pool counters of this stage and all later stages."""
 
     pools: dict[str, PoolStats]
-    """Pool counters by the messenger's name."""
+    """Pool counters by messenger name."""
 
 
 class Usable(msgspec.Struct, tag=True, frozen=True):
-    """The report that a prompt's first `num_blocks` blocks can be reused in this stage and all behind it, and
-    need not be computed in this round."""
+    """The report that a prompt's first `num_blocks` blocks can be reused in this stage and all later stages.
+
+    These blocks need not be computed in this round.
+    """
 
     job_id: int
     round: int
@@ -63,14 +66,14 @@ class Usable(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unusable(msgspec.Struct, tag=True, frozen=True):
-    """The report that blocks to be reused in this round have not arrived."""
+    """The report that blocks have not arrived that were to be reused in this round."""
 
     job_id: int
     round: int
 
 
 class PassTaken(msgspec.Struct, tag=True, frozen=True):
-    """The report that the oldest pass that was not taken before is being computed."""
+    """The report that the next of the passes that were sent is being computed."""
 
 
 class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
@@ -83,55 +86,56 @@ class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True):
-    """The report that a prompt's computed blocks of this stage and all behind it are in their pools."""
+    """The report that the pools of this stage and all later stages have the prompt's computed blocks."""
 
     job_id: int
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
-    """The report that the decode side has all of a prompt's blocks that this stage and all behind it had to
-    send."""
+    """The report that the decode side has all of the prompt's blocks from this stage and all later stages."""
 
     job_id: int
 
 
 class PromptLeft(msgspec.Struct, tag=True, frozen=True):
-    """The report that a rank neither reads nor writes the prompt's pages any more: the last message about the
-    prompt."""
+    """The report that a rank no longer reads or writes the prompt's pages.
+
+    It is the rank's last message about the prompt.
+    """
 
     job_id: int
 
 
 class StageFailed(msgspec.Struct, tag=True, frozen=True):
-    """The report that the prompt has failed in this stage or in one behind it."""
+    """The report that the prompt has failed in this stage or in a later stage."""
 
     job_id: int
     reason: str
 
 
 class StageWelcome(msgspec.Struct, tag=True, frozen=True):
-    """The answer that the stage is part of the pipeline."""
+    """The answer that the stage has joined the pipeline."""
 
 
 class StageRefused(msgspec.Struct, tag=True, frozen=True):
-    """The answer that the stage does not fit, and that a restart would not help."""
+    """The answer that the stage does not match the pipeline, and that a restart would not help."""
 
     message: str
 
 
 class StageAlive(msgspec.Struct, tag=True, frozen=True):
-    """The beat of the stage before.
+    """The beat of the previous stage.
 
-    A stage that is not `known` must restart its session, as the sender has done.
+    A stage that is not `known` must restart its session, because the sender has restarted its own.
     """
 
     known: bool
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """The order to get memory for a prompt. Stages serve these orders in sequence.
+    """The order to get memory for a prompt. A stage carries out these orders one after the other.
 
-    `device_pages`: the pages that the first rank has chosen, for another rank.
+    `device_pages` are the pages that the first rank has chosen for all ranks; None between stages.
     """
 
     job_id: int
@@ -140,7 +144,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Recount(msgspec.Struct, tag=True, frozen=True):
-    """The order to begin a new round, and to report the usable blocks again."""
+    """The order to begin a new round of a prompt, and to report the usable blocks again."""
 
     job_id: int
     round: int
@@ -149,8 +153,8 @@ class Recount(msgspec.Struct, tag=True, frozen=True):
 class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
     """A prompt's chunk in a pass: tokens `[start, start + num_tokens)` of the prompt.
 
-    `num_cached_blocks` leading blocks are reused in this round. Their tokens come before `start`, except that
-    the last token of the prompt is computed in any case.
+    The first `num_cached_blocks` blocks are reused in this round. Their tokens come before `start`, except
+    the last token of the prompt, which is always computed.
     """
 
     job_id: int
@@ -163,7 +167,7 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
 class Pass(msgspec.Struct, tag=True, frozen=True):
     """The order to compute a forward pass over `num_bytes` of hidden states.
 
-    The states are `[tokens, hidden_size]` in the model's dtype, one chunk after the other. `data` are the
+    The states are `[tokens, hidden_size]` in the model's dtype, one chunk after the other. `data` has the
     first bytes; the others follow in `HiddenStates`.
     """
 
@@ -179,7 +183,7 @@ class HiddenStates(msgspec.Struct, tag=True, frozen=True):
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
-    """The message that the prompt has ended or was aborted, so that its memory is released."""
+    """The order to release a prompt's memory, because the prompt has ended or was aborted."""
 
     job_id: int
 

@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable
 from workers.errors import SessionLostError
 
 MOST_INTERVAL_S = 1.0
-"""The most seconds between two beats, however long the timeout: others decide by what beats carry, and a peer
-that has begun anew is found by its beat."""
+"""The most seconds between two beats, however long the timeout is.
+
+Beats carry pool counters that must not become old, and show that a peer has restarted its session.
+"""
 _FEWEST_PER_TIMEOUT = 5
 
 
@@ -20,9 +22,9 @@ def beat_interval_s(timeout_s: float) -> float:
 
 
 class LinkPulse:
-    """The pulse of a link: `beat` runs beside the loop that receives, which calls `heard` for each message.
+    """A check that the peer of one link is alive. `beat` runs beside the receiving loop, which calls `heard`.
 
-    Silence is counted in beats, not in seconds: while this process is held up it counts no beats, and before
+    Silence is counted in beats, not in seconds. While this process is held up it counts no beats, and before
     it counts the next beat it reads the waiting messages.
     """
 

@@ -3,23 +3,26 @@
 Each commit is followed by a frame to the decode side and its acknowledgement. Commit, frame and
 acknowledgement cost the two messengers as much processor time as copying some MiB. A large layer is
 committed, and sent, as soon as it is stored (Mooncake, section 5.2). Small layers wait until they have
-`_COMMITTED_BYTES` together, or the last layer is stored. So less than `_COMMITTED_BYTES`, and the last layer,
-are uncommitted when the last layer has been stored.
+`_COMMITTED_BYTES` together, or the last layer is stored. So the commit at the end of a prefill has the last
+layer and less than `_COMMITTED_BYTES` of earlier layers.
 
-Owns: which layers go together. Does not know: threads, how a commit travels.
+Owns: the choice of layers for each commit. Does not know: threads, how a commit travels.
 """
 
 from collections.abc import Callable, Sequence
 
 _COMMITTED_BYTES = 1 << 20
-"""Bytes of stored layers after which they are committed."""
+"""The number of stored bytes that are enough for a commit."""
 
 Commit = Callable[[range, list[int], list[list[int]]], None]
-"""A function that commits `layers` of `pages`, with xxh3-64 checksums `[page][layer]`."""
+"""A callback that commits layers of pages.
+
+Its arguments are layers, pages, and xxh3-64 checksums `[page][layer]`.
+"""
 
 
 class Commits:
-    """The commits of one prompt's `layers`, with `layer_bytes` bytes of each block in each layer.
+    """The commits of one prompt's `layers`. A block has `layer_bytes` bytes in each layer.
 
     The layers of a block come in order. Other blocks may begin at the first layer again.
     """

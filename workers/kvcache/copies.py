@@ -1,7 +1,8 @@
 """Copies of one layer of blocks between device pages and pool pages, with checksums.
 
-A layer of a device page is byte for byte one layer of a block, or of a stage's or rank's shard of it. Layers
-are numbered as in the model. Loads compare checksums with those that the pool keeps, stores return new ones.
+One layer of a device page has the same bytes as one layer of the block, or of this stage's or rank's shard of
+the block. Layers are numbered as in the model. Loads compare the copied bytes with the pool's checksums;
+stores return the checksums of the stored bytes.
 
 Owns: how bytes are copied, on the CPU and on CUDA. Does not know: which blocks are copied when, the threads
 of loads and stores.
@@ -23,11 +24,11 @@ from workers.engine.kvcache import DeviceKVCache
 Pages = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_COPIERS = 4
 _LEAST_BYTES = 1 << 20
-"""The least bytes of a copy that are worth the wake-up of another thread."""
+"""The least bytes for each thread of a copy. Fewer bytes are not worth the wake-up of another thread."""
 MOST_STAGED = 16
 """The most parts of layers that wait in pinned memory to be stored."""
 _STAGING_SIZES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
-"""Bytes of parts for which pinned memory is allocated at the start: size classes of torch's allocator."""
+"""The sizes in bytes of pinned memory that is allocated at the start: size classes of torch's allocator."""
 
 
 class BlockCopy(Protocol):
@@ -62,8 +63,10 @@ class StagedLayer(NamedTuple):
 
 
 class LoadedLayer(NamedTuple):
-    """The result of a load: the layer is on the device when `mark` has passed; `damaged` pool pages have
-    wrong bytes."""
+    """The result of a load. The layer is on the device when `mark` has passed.
+
+    `damaged` are the pool pages whose bytes differ from their checksums.
+    """
 
     mark: Mark
     damaged: list[int]
@@ -79,17 +82,18 @@ class LayerCopies(Protocol):
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         """Copy one layer from the pool to device pages, which other work may use until `free` has passed.
 
-        Returns the load's end and damaged pages.
+        Returns a mark of the load's end, and the damaged pool pages.
         """
 
     def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> StagedLayer | None:
         """Begin to store one layer once `computed` has passed.
 
-        A GPU then copies the layer to host memory, while the caller goes on.
+        A GPU copies the layer to host memory while the caller goes on. A CPU needs no stage: None is
+        returned.
         """
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
-        """Copy one layer, computed and staged, to the pool. Returns the xxh3-64 of each block's layer."""
+        """Copy one layer to the pool, after `stage`. Returns the xxh3-64 of each block's layer."""
 
     def mark(self) -> Mark:
         """Return a mark behind all work queued on the device."""
@@ -114,7 +118,7 @@ class _PoolPages:
         return _addresses(start, self._header.page_stride, _pool_pages(blocks), self._header.num_pages)
 
     def damaged(self, layer: int, blocks: Sequence[BlockCopy], digests: Digests) -> list[int]:
-        """Return the pool pages of blocks whose checksums differ from `digests`."""
+        """Return the pool pages of blocks for which the checksum of one layer differs from `digests`."""
         pages = _pool_pages(blocks)
         expected = self._table.layer_checksums(pages, self._layers.index(layer))
         for index, block in enumerate(blocks):
@@ -128,9 +132,9 @@ class _PoolPages:
 class HostCopies:
     """Copies between a device that is the CPU and the pool's segment.
 
-    While a helper has some of the heads, each layer of a block is put together from two memories. Layers of a
-    helper on another host are copied over its connection; then calls raise TransferError when the helper is
-    lost.
+    While a helper has some of the heads, each layer of a block is put together from two memories. If the
+    helper is on another host, its layers are copied over its connection, and a copy raises TransferError when
+    the helper is lost.
     """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
@@ -181,7 +185,8 @@ class HostCopies:
 class Copiers:
     """The threads that share the copies of a layer in host memory.
 
-    One thread copies and checks some 6 GB/s: less than a GPU can take in, or fill while it prefills.
+    One thread copies and checks about 6 GB/s. A GPU can load faster, and can compute KVCache faster during
+    prefill.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -189,8 +194,10 @@ class Copiers:
         self._threads = ThreadPoolExecutor(num_threads, "kvcache-copy")
 
     def copy(self, sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
-        """Copy blocks of `layer_bytes` bytes as `copy_scattered` does, with as many threads as there is work
-        for. Returns the blocks' checksums."""
+        """Copy blocks of `layer_bytes` bytes as `copy_scattered` does. Returns the blocks' checksums.
+
+        Each thread that takes part has at least `_LEAST_BYTES`.
+        """
         num_parts = min(self._num_threads, len(sources) * layer_bytes // _LEAST_BYTES)
         if num_parts < 2:
             return copy_scattered(sources, targets, layer_bytes)
@@ -211,7 +218,7 @@ class CudaCopies:
         self._load_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._staged_pages = (np.empty(0, np.int64), torch.empty(0))
-        """The latest staged pages, on host and device, kept as a pass stages the same pages of each layer."""
+        """The latest staged pages, on host and device. A pass stages the same pages of each layer."""
         with torch.cuda.device(kv.device):
             _take_pinned_memory()
         self._copiers = Copiers(max(1, min(_MOST_COPIERS, len(os.sched_getaffinity(0)) // 4)))
@@ -269,7 +276,8 @@ class CudaCopies:
 
 
 def _take_pinned_memory() -> None:
-    """Have torch's allocator keep pinned memory for parts of layers, as an allocation takes milliseconds."""
+    """Have torch's allocator keep pinned memory for parts of layers, because each allocation takes
+    milliseconds."""
     for size_bytes in _STAGING_SIZES:
         _ = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(MOST_STAGED)]
 

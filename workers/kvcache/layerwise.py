@@ -36,10 +36,10 @@ class PromptBlock:
     next_layer: int
     first_stored: int = 0
     stored: "array[int] | None" = None
-    """Checksums of layers from `first_stored` on, which were stored to free their device memory and will be
-    loaded again.
+    """The kept checksums (xxh3-64) of layers from `first_stored` on; None if none are kept.
 
-    It is an array, as there are thousands of blocks.
+    With a layer window, layers are stored to free their device memory, and loaded again for the next pass.
+    The checksums are in an array, because there are thousands of blocks.
     """
 
     def keep_checksum(self, layer: int, checksum: int) -> None:
@@ -50,7 +50,7 @@ class PromptBlock:
         self.stored.append(checksum)
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the kept xxh3-64 of `layer`; None if the pool has it."""
+        """Return the kept xxh3-64 of `layer`; None if the pool has the checksum."""
         position = layer - self.first_stored
         if self.stored is None or not 0 <= position < len(self.stored):
             return None
@@ -59,8 +59,7 @@ class PromptBlock:
 
 @dataclass(slots=True, eq=False)
 class PassPart:
-    """One prompt's part of a forward pass, shared by the device thread, the transfer threads and the event
-    loop.
+    """One prompt's part of a forward pass. Device thread, transfer threads and event loop share it.
 
     `await_pool(layer)` blocks the load thread until the layer of all `loads` is in the pool, and returns
     False if the layer will not arrive. `on_stored(layer, blocks, checksums)` is called on the store thread. A
@@ -77,21 +76,24 @@ class PassPart:
     storing: deque[Future[None]] = field(default_factory=deque)
     is_dropped: bool = False
     load_wait_s: float = 0.0
-    """Seconds for which the whole pass has waited for loads, those of other parts included."""
+    """Seconds for which the whole pass has waited for loads, including the loads of other parts."""
 
 
 class LayerTransfers:
-    """The loads of all passes, in order, and beside them the stores, in order.
+    """The loads of all passes, one after the other, and beside them the stores, one after the other.
 
-    Without `overlap` a load or store is complete when its launch returns. `window`: the
-    `DeviceKVCache.window`; None, or at least 2.
+    Without `overlap` a load or store is complete when its launch returns. `window` is the
+    `DeviceKVCache.window`: None, or at least 2.
     """
 
     def __init__(self, copies: LayerCopies, *, overlap: bool, window: int | None = None) -> None:
         assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
-        """The latest store from each memory of the window, by the memory's index. Earlier ones end before."""
+        """The latest store from each layer's memory in the window, by the memory's index.
+
+        Earlier stores end first.
+        """
         self._staged = threading.Semaphore(MOST_STAGED)
         """Limit of the parts of passes that are in pinned memory. At the limit, the computation waits."""
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()

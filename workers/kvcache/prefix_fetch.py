@@ -1,13 +1,14 @@
-"""The worker's part in a fetch, which brings blocks of a prompt from another instance's pool into its own.
+"""The worker's part in a fetch of a prompt's blocks from another instance's pool into its own pool.
 
-While bytes arrive, the messenger reports how many layers have arrived; the load thread waits for
-layers. Any failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not
-arrived by then are computed.
+While bytes arrive, the messenger reports how many layers have arrived; the load thread waits for layers. Any
+failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not arrived by
+then are computed.
 
 The worker waits for a holder that goes on sending, not for a silent one. The Conductor has estimated that the
 fetch takes less time than computing the blocks. Here the fetch gets `_GRACE_S` plus the time in which a slow
-instance computes as many tokens, and is given up when it turns out to take longer. A slow fetch must not
-delay a pass that other prompts share, so its prompt joins a pass only when the last layers are near.
+instance computes as many tokens, and is given up as soon as it is expected to take longer. A slow fetch must
+not delay a pass that other prompts share, so its prompt joins a pass only when the last layers are about to
+arrive.
 
 Owns: one prompt's fetch. Does not know: how bytes travel, what is computed.
 """
@@ -34,7 +35,10 @@ _SLOW_TOKENS_PER_S = 100
 
 
 class PrefixFetch:
-    """The fetch of the blocks `indices` of a reservation, which only the fetch writes until its end."""
+    """The fetch of the blocks at `indices` of a reservation.
+
+    Until its end, nothing else writes these blocks.
+    """
 
     def __init__(
         self, pool: WorkerClient, reservation_id: int, sources: Sequence[PoolShard], indices: Sequence[int]
@@ -47,8 +51,11 @@ class PrefixFetch:
         self.has_ended = False
         """Whether no further layer will arrive."""
         self.error: MooncakeError | None = None
-        """An error of this worker's messenger. PoolFullError: a hanging source may still write the pages of
-        the fetch, and there are no others in their place."""
+        """The error with which this worker's messenger ended the fetch, if any.
+
+        After a PoolFullError, a hanging holder may still write the fetch's pages, and no other pages are free
+        for these blocks.
+        """
         self.sources = sources
         self._pool, self._reservation_id = pool, reservation_id
         self.begun_s = self.heard_s = time.monotonic()
@@ -57,8 +64,11 @@ class PrefixFetch:
         self._deadline_s = self.begun_s + _GRACE_S + num_tokens / _SLOW_TOKENS_PER_S
         self._changed = threading.Condition()
         self._num_blocks = self._num_layers_of_all = 0
-        """The number of leading blocks that the holder has, and the number of leading layers that have
-        arrived of all these blocks. Blocks behind them will not arrive."""
+        """Two numbers of the latest report.
+
+        `_num_blocks` is how many leading blocks the holder has; blocks behind them will not arrive.
+        `_num_layers_of_all` is how many layers have arrived of all these blocks.
+        """
         self._is_over = False
         self._heard = asyncio.Event()
         """Set at each sign of life, and at the end."""
@@ -70,9 +80,9 @@ class PrefixFetch:
         return self.indices[: self._num_blocks]
 
     async def begun(self) -> None:
-        """Wait until the last layers are near, or nothing more will arrive.
+        """Wait until the last layers are about to arrive, or nothing more will arrive.
 
-        The last layers are near if they arrive within `SILENCE_S` at the pace of the first ones. A prompt
+        The last layers are about to arrive if, at the pace so far, they arrive within `SILENCE_S`. A prompt
         that waits here delays no pass.
         """
         while not (self.has_ended or self._is_near):
@@ -90,8 +100,8 @@ class PrefixFetch:
     async def ended(self, silence_s: float | None = SILENCE_S) -> None:
         """Wait for the end of the fetch.
 
-        The fetch is stopped if the holder is silent for `silence_s` seconds, or takes too long. With None the
-        fetch is never stopped.
+        The fetch is stopped if the holder is silent for `silence_s` seconds, or takes too long. If
+        `silence_s` is None, the fetch is never stopped.
         """
         await asyncio.wait([self._fetching], timeout=0)  # by then the messenger has been asked to fetch
         while silence_s is not None and not self._fetching.done():
@@ -124,7 +134,7 @@ class PrefixFetch:
             self._changed.notify_all()
 
     def _left_s(self, silence_s: float) -> float:
-        """Return the seconds for which the fetch is still awaited if the holder gives no sign."""
+        """Return the seconds for which the fetch is still awaited if the holder stays silent."""
         return min(self.heard_s + silence_s, self._deadline_s) - time.monotonic()
 
     @property

@@ -10,7 +10,8 @@ from mooncake.messages.requests import Request
 
 
 async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:
-    """Reserve a prompt's pages: those of blocks in the pool, and new ones. Waits for room.
+    """Reserve a prompt's pool pages: the pages of blocks in the pool, and fresh pages. Waits while the pool
+    is full.
 
     Nothing stays reserved if the call is cancelled or raises.
     """

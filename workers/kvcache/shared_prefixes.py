@@ -1,4 +1,5 @@
-"""Prompts of an instance with a common prefix: a later one waits until an earlier one has stored the prefix.
+"""Prompts of an instance with a common prefix: a later prompt waits until an earlier one has stored the
+prefix.
 
 Owns: the rule which prompt waits (`workers.prefill.queue` applies it to its prompts), and turns for the
 prompts of decode instances, which have no such queue. Does not know: who stores blocks, pages.
@@ -12,8 +13,10 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Ref
 
 _WORTH_WAITING_TOKENS = 128
-"""The least number of shared tokens for which a prompt waits. Computing fewer tokens again costs no more than
-the extra pass of a prompt that waits."""
+"""The least number of shared tokens for which a prompt waits.
+
+A prompt that waits may need an extra pass, which costs as much as computing fewer tokens again.
+"""
 
 
 def num_blocks_worth_waiting(block_size: int) -> int:
@@ -24,7 +27,7 @@ def num_blocks_worth_waiting(block_size: int) -> int:
 def computes_for(
     keys: Sequence[BlockKey], num_held: int, others: Sequence[BlockKey], num_blocks: int
 ) -> bool:
-    """Return whether a prompt computes at least `num_blocks` blocks that another prompt shares.
+    """Return whether one prompt computes at least `num_blocks` blocks that another prompt needs too.
 
     Args:
         keys: The block keys of the prompt that computes.
@@ -47,10 +50,10 @@ class _Computing:
 
 
 class PrefixTurns:
-    """The turns of prompts with a common prefix: a later prompt begins when an earlier one has stored the
-    prefix.
+    """The turns of prompts with a common prefix at a decode instance.
 
-    A prompt waits only for prompts of lower rank, and ranks never change, so there is no deadlock.
+    A later prompt begins when an earlier one has stored the prefix. A prompt waits only for prompts of lower
+    rank, and ranks never change, so there is no deadlock.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -71,7 +74,7 @@ class PrefixTurns:
         self._wake()
 
     def stored(self, ref: Ref) -> None:
-        """Remove a prompt whose blocks are stored, or will not be stored. Idempotent."""
+        """Remove a prompt whose blocks have been stored, or will not be stored. Idempotent."""
         if self._computing.pop(ref, None) is not None:
             self._wake()
 
