@@ -1,9 +1,8 @@
-"""The cut of a prompt into chunks for a pipeline of stages (chunked pipeline parallelism, Mooncake, section
-5.1).
+"""The cut of a prompt into chunks for a pipeline of stages (Mooncake, section 5.1).
 
-While a stage computes chunk c, the stage before it computes chunk c + 1. All stages are busy only if chunks
-take equally long. A token behind a long prefix takes longer than the first tokens, as its attention reads all
-keys before it. So chunks shrink as the prefix grows.
+In chunked pipeline parallelism, a stage computes chunk c while the previous stage computes chunk c + 1. All
+stages are busy only if chunks take equally long. A token behind a long prefix takes longer than the first
+tokens, because its attention reads all keys before it. So chunks shrink as the prefix grows.
 
 Owns: the arithmetic. Does not know: requests, stages.
 """
@@ -16,7 +15,7 @@ from workers.engine.spec import ModelSpec
 _PASS_TOKENS = 32
 """The fixed cost of a pass (reading weights, sending states), in tokens without a prefix.
 
-Measured on CPUs.
+It was measured on CPUs.
 """
 
 
@@ -34,8 +33,10 @@ class LayerCosts:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "LayerCosts":
-        """Return the costs in floating-point operations: 2 per weight and token, 4 per head dimension and
-        pair of tokens."""
+        """Return the costs of a model's layer in floating-point operations.
+
+        A token costs 2 for each weight. A pair of tokens costs 4 for each head and head dimension.
+        """
         heads_dim = spec.num_heads * spec.head_dim
         num_weights = spec.hidden_size * (
             2 * heads_dim
@@ -49,7 +50,7 @@ class LayerCosts:
         return num_tokens * (self.token + self.pair * (start + num_tokens / 2))
 
     def num_tokens(self, start: int, cost: float) -> float:
-        """Return the number of tokens from `start` on that have this `cost`: the inverse of `of_tokens`."""
+        """Return how many tokens from `start` on cost `cost` together: the inverse of `of_tokens`."""
         first = self.token + self.pair * start
         return 2 * cost / (first + math.sqrt(first * first + 2 * self.pair * cost))
 
@@ -58,12 +59,14 @@ class LayerCosts:
 class ChunkPlan:
     """A rule that cuts the prompts of a pipeline into chunks that take equally long, up to rounding.
 
-    With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves `of_tokens(start, x_i) = i / m *
-    of_tokens(start, end - start)`. With m chunks X stages need `(cost + m * pass_cost) * (m + X - 1) / (m *
-    X)`: more chunks leave the other stages idle for a shorter time at both ends, but each has a fixed cost.
-    So m is `sqrt((X - 1) * cost / pass_cost)`, for which this time is least, or larger if otherwise a chunk
-    would be longer than `max_tokens`. Boundaries, except the last one, are multiples of `multiple` (a block
-    of the KVCache, so that every chunk fills the blocks that it stores).
+    Chunk boundaries x_i count from `start`, with x_0 = 0 and x_m = end - start. They solve `of_tokens(start,
+    x_i) = i / m * of_tokens(start, end - start)`. All boundaries but the last one are rounded to multiples of
+    `multiple`: a block of the KVCache, so that each chunk fills the blocks that it stores.
+
+    m chunks take X stages the time `(cost + m * pass_cost) * (m + X - 1) / (m * X)`. With more chunks, stages
+    are idle for a shorter time at the beginning and the end of the prompt, but each chunk adds a fixed cost.
+    The time is least for m = `sqrt((X - 1) * cost / pass_cost)`. m is larger if otherwise a chunk would be
+    longer than `max_tokens`.
     """
 
     costs: LayerCosts

@@ -64,5 +64,5 @@ class FollowerStage(Stage):
 
 
 def _dropped(chunk: Chunk) -> PassPart:
-    """Return the part of a pass for a dropped chunk, which is computed only because other parts are."""
+    """Return the part of a pass for a dropped chunk, which is computed because other ranks compute it."""
     return PassPart(chunk, [], [], lambda _: False, lambda *_: None, is_dropped=True)

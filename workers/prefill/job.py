@@ -1,7 +1,7 @@
 """A prompt that is being prefilled in one stage: its pages, its blocks in pool and device, its passes.
 
-Owns: one prompt's blocks and their way between device and pool. Does not know: the queue, other prompts,
-messages to the stages behind.
+Owns: one prompt's blocks and their copies between device and pool. Does not know: the queue, other prompts,
+messages to later stages.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from workers.prefill.scope import FailureScope
 
 
 class PrefillJob:
-    """One prompt in one stage, from its order to its end. `job_id` names the prompt in all stages.
+    """One prompt in one stage, from its order to its end. All stages know the prompt by its `job_id`.
 
-    `begin` allocates the prompt's memory. The prompt is computed in *rounds*: if blocks that were to be
-    reused do not arrive, another round begins at the last good block.
+    `begin` sets the prompt's memory. The prompt is computed in *rounds*: if blocks that were to be reused do
+    not arrive, another round begins at the last good block.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class PrefillJob:
     ) -> None:
         """Make the job of a prefill order.
 
-        `is_windowed`: layers take turns in the prompt's device pages (`DeviceKVCache.window`), so each pass
-        loads all blocks before its tokens.
+        With `is_windowed`, layers take turns in the prompt's device pages (`DeviceKVCache.window`), so each
+        pass loads all blocks before its tokens.
         """
         self.job_id, self.order, self.progress = job_id, order, progress
         self.scope, self.times = FailureScope(), PromptTimes()
         self.turn = asyncio.Event()
-        """Set when the prompt is admitted."""
+        """Set when the prompt may get memory."""
         self.stored_behind = asyncio.Event()
-        """Set when all stages have computed the prompt, and all stages behind this one have stored it."""
+        """Set when all stages have computed the prompt, and all later stages have stored it."""
         self.sent_behind = asyncio.Event()
-        """Set when the decode side has the blocks of the stages behind this one."""
+        """Set when the decode side has the blocks of all later stages."""
         self.left_by_ranks = asyncio.Event()
         """Set when no other rank uses the prompt's device pages any more."""
         self.is_dropped = False
@@ -66,9 +66,9 @@ class PrefillJob:
         self.reservation: Reservation | None = None
         self.fetch: PrefixFetch | None = None
         self.grammar: GrammarState | None = None
-        """Grammar of the first token, in the stage that draws it."""
+        """The state of the request's grammar, in the stage that draws the first token; else None."""
         self.damaged_pages: list[int] = []
-        """Pool pages whose bytes were found damaged by loads."""
+        """Pool pages that loads have found damaged."""
         self._pool, self._layers, self._is_windowed = pool, layers, is_windowed
         self._loop = asyncio.get_running_loop()
         self._blocks: list[PromptBlock] = []
@@ -77,11 +77,13 @@ class PrefillJob:
         self._pass_ended = asyncio.Event()
         self._pass_ended.set()
         self._must_load = False
-        """Whether the next pass has to load the reused blocks, as the first pass of a round does. Later
-        passes find them in the device pages."""
+        """Whether the next pass has to load the reused blocks.
+
+        The first pass of a round loads them. Later passes find them in the device pages.
+        """
         self._num_cached_blocks = 0
         self._num_expected_blocks = 0
-        """Number of blocks that count as cached while a fetch brings them."""
+        """The number of blocks that count as cached although their fetch has not ended."""
         self._storing: deque[Future[None]] = deque()
         self._commits = Commits(layers, self.layout.layer_bytes, self._commit)
         self._committing: deque[Future[None]] = deque()
@@ -97,10 +99,10 @@ class PrefillJob:
         self.result: asyncio.Future[FirstToken | None] = self._loop.create_future()
         """The round's result: the first token, or None if blocks that were to be reused did not arrive."""
         self.usable_behind: asyncio.Future[int] = self._loop.create_future()
-        """Number of blocks that the stages behind can reuse in this round."""
+        """The number of leading blocks that all later stages can reuse in this round."""
 
     def end_round(self, result: FirstToken | None) -> None:
-        """End the round. Idempotent: the first `result` counts."""
+        """End the round with a result. Idempotent: only the first `result` counts."""
         if not self.result.done():
             self.result.set_result(result)
 
@@ -108,7 +110,7 @@ class PrefillJob:
 
     @property
     def instance(self) -> str:
-        """The name of the instance, or of its stage or rank, that has the prompt."""
+        """The name of the instance, or of the stage or rank, that computes the prompt here."""
         return self._pool.address.instance
 
     @property
@@ -129,20 +131,23 @@ class PrefillJob:
 
     @property
     def num_held_blocks(self) -> int:
-        """The number of leading keyed blocks that this stage's pool held when the prompt got its memory."""
+        """The number of leading keyed blocks that the stage's pool held when pages were reserved."""
         assert self.reservation is not None
         blocks = self.reservation.blocks[: len(self.order.request.block_keys)]
         return next((index for index, block in enumerate(blocks) if not block.sealed), len(blocks))
 
     def missing_blocks(self, num_blocks: int) -> list[int]:
-        """Return the indices, among the first `num_blocks`, of keyed blocks that this stage's pool lacks."""
+        """Return the indices of keyed blocks that this stage's pool lacks, among the first `num_blocks`."""
         assert self.reservation is not None
         num_keyed = len(self.order.request.block_keys)
         blocks = self.reservation.blocks[: min(num_blocks, num_keyed)]
         return [index for index, block in enumerate(blocks) if not block.sealed]
 
     def num_usable_blocks(self) -> int:
-        """Return the length of the longest prefix that is in the pool or being fetched, in blocks."""
+        """Return the length of the longest prefix that is in the pool or being fetched, in blocks.
+
+        Raises the error of a fetch that failed at this worker's messenger.
+        """
         if self.fetch is not None:
             self._take_note_of(self.fetch)
         expected, end = self._expected_indices, self._layers.stop
@@ -152,9 +157,9 @@ class PrefillJob:
         return len(self._blocks)
 
     def reuse(self, num_blocks: int, page_size: int) -> None:
-        """Settle that the first `num_blocks` blocks, all of them usable, are reused in this round.
+        """Settle that the first `num_blocks` blocks are reused in this round. All of them must be usable.
 
-        At least one token is computed, as its logits are needed for the first token of the output.
+        At least one token is computed, because its logits are needed for the first token of the output.
         """
         self.is_settled = True
         self._num_cached_blocks = num_blocks
@@ -175,7 +180,7 @@ class PrefillJob:
         return set() if fetch is None or fetch.has_ended else set(fetch.expected_indices)
 
     def _take_note_of(self, fetch: PrefixFetch) -> None:
-        """Record the layers that a fetch has brought, and their pages."""
+        """Record the layers that a fetch has brought, and their pages. Raises the fetch's error."""
         if fetch.error is not None:
             raise fetch.error
         for index, num_layers in zip(fetch.indices, fetch.num_layers, strict=True):
@@ -200,13 +205,19 @@ class PrefillJob:
     # -- passes -------------------------------------------------------------------------------------
 
     def next_range(self, num_tokens: int) -> ChunkRange:
-        """Return the prompt's next chunk in the form for later stages. To be called before `join_pass`."""
+        """Return the prompt's next chunk, `num_tokens` long, in the form for later stages.
+
+        To be called before `join_pass`.
+        """
         return ChunkRange(
             self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens
         )
 
     def join_pass(self, num_tokens: int, page_size: int) -> PassPart:
-        """Return the prompt's next tokens as a part of a pass, which stores blocks that the pool lacks."""
+        """Return a pass's part with the prompt's next `num_tokens` tokens.
+
+        It stores the blocks that the pool lacks.
+        """
         tokens, start = self.order.request.token_ids, self.progress.num_done
         end = start + num_tokens
         end_block = len(self._blocks) if end == len(tokens) else end // page_size
@@ -226,7 +237,7 @@ class PrefillJob:
         return self._part
 
     def _num_to_load(self, start: int, page_size: int) -> int:
-        """Return how many blocks before token `start` a pass has to load."""
+        """Return how many leading blocks a pass has to load that computes from token `start` on."""
         if self._is_windowed:
             return -(-start // page_size)
         return self._num_cached_blocks if self._must_load else 0
@@ -247,12 +258,17 @@ class PrefillJob:
 
     @property
     def lacks_reuse(self) -> bool:
-        """Whether a part of a pass was dropped because reused blocks did not arrive, and not because the
-        prompt was aborted."""
+        """Whether reused blocks may be the reason why a part of a pass was dropped.
+
+        They were damaged, or a fetch has not brought them. Otherwise the prompt was aborted.
+        """
         return bool(self.damaged_pages or self._num_expected_blocks)
 
     def drop(self) -> None:
-        """Give the prompt up. A pass whose prompts are all dropped stops before its next layer."""
+        """Give the prompt up, because it was aborted or has failed.
+
+        A pass stops before its next layer if all of its prompts are dropped.
+        """
         self.is_dropped = True
         if self._part is not None:
             self._part.is_dropped = True
@@ -264,7 +280,7 @@ class PrefillJob:
         await self._pass_ended.wait()
 
     async def stored(self) -> None:
-        """Wait until the computed KVCache is in the pool. Raises the error of a store that failed."""
+        """Wait until the pool has the computed KVCache. Raises the error of a store that failed."""
         await self.left_pass()
         await self._all_of(self._storing)
         await self._all_of(self._committing)
@@ -309,7 +325,10 @@ class PrefillJob:
 
 
 def _watched(future: Future[None]) -> asyncio.Future[None]:
-    """Return an asyncio future for `future`. Its error may stay unread, as `stored` reports it."""
+    """Return an asyncio future for `future`.
+
+    `stored` reports the error, so the error may stay unread here.
+    """
     watched = asyncio.wrap_future(future)
     watched.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return watched

@@ -1,6 +1,6 @@
 """The span of a prompt at a prefill instance, or in one stage.
 
-Owns: the span's form. Does not know: when the span is made, where it is sent.
+Owns: the span's form. Does not know: when and where the span is sent.
 """
 
 import time

@@ -11,7 +11,7 @@ from workers.kvcache.layerwise import PassPart
 
 
 class PassTimes(NamedTuple):
-    """The times of one pass, with the part that one prompt had in it."""
+    """The times of one pass, and one prompt's part in this pass."""
 
     began_s: float
     ended_s: float | None
@@ -30,13 +30,13 @@ class PassTimes(NamedTuple):
 
 @dataclass(slots=True)
 class PromptTimes:
-    """The times of one prompt's steps; None for steps not taken."""
+    """The times of one prompt's steps. The time of a step is None until the prompt has taken it."""
 
     received_s: float = field(default_factory=time.monotonic)
     queued_s: float | None = None
-    """The time at which the prompt began to wait for its turn; None in stages without a queue."""
+    """The time at which the prompt entered the wait queue; None in stages without a queue."""
     turn_s: float | None = None
-    """The time from which on the prompt could get memory."""
+    """The time from which the prompt was allowed to get memory."""
     memory_s: float | None = None
     """The time at which the prompt had its pages."""
     passes: list[PassTimes] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The wait queue of prompts, which decides the prompts of the next pass.
 
 The prompt with the earliest TTFT deadline goes first, where each step of the priority number adds a minute;
-among equals, the oldest. Prompts pass through three states; only READY ones are computed:
+among equals, the oldest prompt. Prompts pass through three states; only READY prompts are computed:
 
     WAITING ──> ADMITTED ──> READY
                     ^──────────┘     reuse has failed: it is determined again which blocks to compute
@@ -16,9 +16,10 @@ A prompt stays WAITING while an admitted prompt before it computes blocks of the
 the prompt finds these blocks in the pool, or only some of them if the admitted prompt was aborted. Admitted
 prompts never wait for other prompts, so there is no deadlock.
 
-A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.
+A tenant with little to compute gets short passes, and such a pass can cut into another tenant's pass between
+two layers.
 
-Owns: order, admission, the prompts of a pass. Does not know: time, pages, where KVCache comes from.
+Owns: order, admission, the prompts of a pass. Does not know: the clock, pages, where KVCache comes from.
 """
 
 import bisect
@@ -59,20 +60,23 @@ class PromptProgress:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens still to be computed, as far as known."""
+        """The number of tokens that are neither computed nor reused yet."""
         return self.num_tokens - self.num_done
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedPrompt(PromptProgress):
-    """A prompt that is not completely computed. No pass goes beyond the prompt's next chunk end."""
+    """A prompt that is not completely computed.
+
+    No pass goes beyond the next end of a chunk (`chunk_ends`).
+    """
 
     priority: int = 0
     deadline_s: float
     arrival: int
     flow: Flow = _UNNAMED
     shares_turns: bool = False
-    """Whether the prompt shares turns with others: those of its priority that have no deadline either."""
+    """Whether the prompt has no deadline. Such prompts of one priority take turns by tenant and answer."""
     num_reusable: int = 0
     """The expected number of tokens that need no computation: an estimate, used until the prompt is READY."""
     block_keys: Sequence[BlockKey] = ()
@@ -92,7 +96,7 @@ class QueuedPrompt(PromptProgress):
 
     @property
     def num_expected(self) -> int:
-        """The number of tokens still to be computed, as far as known."""
+        """The number of tokens that will probably be computed. It is certain once the prompt is READY."""
         return self.num_left if self.state is PromptState.READY else self.num_tokens - self.num_reusable
 
     @property
@@ -121,10 +125,10 @@ class PrefillQueue:
     """All prompts of an instance that are not completely computed.
 
     A pass has at most `prefill_chunk` tokens, rounded down to a multiple of `multiple`. Further prompts join
-    the first one's pass up to `saturating_tokens` in all (default: `prefill_chunk`). A pass with more tokens
-    would compute no more tokens a second, and its prompts would only wait for one another.
+    the first prompt's pass up to `saturating_tokens` in all (default: `prefill_chunk`). A pass with more
+    tokens would compute no more tokens a second, and its prompts would only wait for one another.
 
-    `block_size`: tokens of a block of `block_keys`.
+    `block_size` is the number of tokens of a block of `block_keys`.
 
     A chunk that begins at a multiple of `multiple` tokens ends at one too, unless it ends its prompt.
     """
@@ -144,7 +148,7 @@ class PrefillQueue:
         self._num_blocks_worth_waiting = num_blocks_worth_waiting(block_size)
         self._prompts: list[QueuedPrompt] = []
         self._storing: list[QueuedPrompt] = []
-        """Prompts that have been computed, while their last blocks are on the way to the pool."""
+        """Prompts that have been computed, and whose last blocks are being stored in the pool."""
         self._fair_order = FairOrder(self._saturating_tokens)
         self._num_arrived = 0
 
@@ -160,10 +164,18 @@ class PrefillQueue:
         *,
         is_alone: bool = False,
     ) -> QueuedPrompt:
-        """Add a prompt whose first token is due in `time_left_s` seconds (None: no deadline), and return its
-        entry.
+        """Add a prompt, and return its entry.
 
-        A prompt that is overdue counts as due now. A prompt that `is_alone` shares no pass.
+        Args:
+            num_tokens: The length of the prompt.
+            time_left_s: Seconds until the first token is due; None without a deadline. An overdue prompt
+                counts as due now.
+            now_s: The present time in seconds.
+            priority: The request's priority number; lower goes first.
+            flow: The tenant and the answer.
+            num_reusable: The number of tokens that probably need no computation.
+            block_keys: The keys of the prompt's full blocks.
+            is_alone: Whether the prompt shares no pass with other prompts.
         """
         self._num_arrived += 1
         prompt = QueuedPrompt(
@@ -181,7 +193,10 @@ class PrefillQueue:
         return prompt
 
     def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
-        """Mark a prompt as READY from token `num_done` on; a computed prompt is added again."""
+        """Mark a prompt as READY: its first `num_done` tokens need no computation.
+
+        A prompt for which `computed` was called enters the queue again.
+        """
         if prompt not in self._prompts:
             self._storing.remove(prompt)
             self._insert(prompt)
@@ -218,11 +233,11 @@ class PrefillQueue:
         return [next(turns[turn.priority]) if turn.shares_turns else turn for turn in self._prompts]
 
     def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
-        """Return the first WAITING prompt, unless the prompts before it fill the next passes.
+        """Return the first WAITING prompt; None if the prompts before it fill the next passes.
 
         Prompts that wait for blocks which another prompt computes are passed over.
 
-        `admitted` is a prompt that waits for its memory, which may take long. With `admitted`, the returned
+        `admitted` is a prompt that is waiting for its memory, perhaps for long. With `admitted`, the returned
         prompt must come before it, be of a tenant with little to compute, and take little memory.
         """
         num_ahead = 0
@@ -247,17 +262,18 @@ class PrefillQueue:
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
     def plan(self) -> list[QueuedChunk]:
-        """Return the chunks of the next pass, maybe none: of each prompt in turn as many tokens as fit.
+        """Return the chunks of the next pass, perhaps none, and charge them to their tenants.
 
         If the first prompts in order are of tenants with little to compute, the pass has only these prompts.
+        Otherwise the pass takes from each prompt in order as many tokens as fit.
         """
         return self._charged(self._plan_light([]) or self._plan_full())
 
     def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[QueuedChunk]:
         """Return a pass that is computed between two layers of the pass of `running`; it may be empty.
 
-        It has prompts of tenants with little to compute that come before all of `running`. Nothing cuts into
-        a pass of such tenants, which is short.
+        The pass has prompts of tenants with little to compute that come before all prompts of `running`. If
+        all tenants of `running` have little to compute, their pass is short, and nothing cuts into it.
         """
         if any(prompt.is_alone for prompt in running):
             return []

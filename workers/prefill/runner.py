@@ -1,8 +1,9 @@
-"""The prefill runner: compute what no pool holds, store it layer by layer, stream it to the decode side.
+"""The prefill runner of an instance (Mooncake, section 3, steps 1 to 3).
 
-Each prompt has a task that gets its memory, waits for its passes and then for its transfer; one loop plans
-the passes, which prompts may share (Mooncake, section 3, steps 1 to 3). In a pipeline this is the first
-stage, which leads the others.
+The runner computes blocks that no pool holds, stores them layer by layer, and sends them to the decode side.
+Each prompt has a task that gets its memory, waits for its passes and then for its transfer. One loop plans
+the passes, which several prompts may share. In a pipeline this runner is in the first stage, which leads the
+others.
 
 Owns: the state of each prompt. Does not know: how requests are placed, how bytes travel, which prompt goes
 first.
@@ -31,7 +32,7 @@ Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
 
 
 class PrefillRunner:
-    """A prefill instance's runner. It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
+    """The runner of a prefill instance. It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
 
     `run` closes `stage` in the end. `why_not` returns the reason why no prompt can be computed now; empty if
     prompts can.
@@ -46,12 +47,12 @@ class PrefillRunner:
         self._job_of: dict[QueuedPrompt, PrefillJob] = {}
         self._job_ids = itertools.count(1)
         self._admitting: list[QueuedPrompt] = []
-        """Prompts that wait for memory: one, and beside it a small one where passes can cut in."""
+        """Prompts that wait for memory: one and, where passes can cut in, a small one beside it."""
         self._ready = asyncio.Event()
         self._unanswered: set[Ref] = set()
-        """Orders whose result the Conductor has not been told yet."""
+        """Orders whose results have not been sent to the Conductor."""
         self.num_prompts = 0
-        """The number of prompts that are here, running or not."""
+        """The number of prompts at this instance, whether they are computed or wait."""
         self.num_tokens: Counter[str] = Counter()
         """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
         self.seconds = 0.0
@@ -63,12 +64,14 @@ class PrefillRunner:
 
     @property
     def held(self) -> list[Held]:
-        """The prompts that another Conductor has to be told of, as no result has been sent."""
+        """The prompts to report to another Conductor: those whose results have not been sent."""
         return [Held(ref, HeldStep.PROMPT) for ref in self._jobs.going_on if ref in self._unanswered]
 
     async def hear(self, message: AboutJob) -> None:
-        """Handle a message of later stages. Messages of earlier rounds, or about ended prompts, are
-        dropped."""
+        """Handle a message of later stages.
+
+        Messages of earlier rounds, or about ended prompts, are dropped.
+        """
         self._stage.hear(message)
         job = self._stage.jobs.get(message.job_id)
         match message:
@@ -196,7 +199,7 @@ class PrefillRunner:
                 self._job_of[prompt].turn.set()
 
     def _leave_admission(self, queued: QueuedPrompt) -> None:
-        """Admit further prompts, after a prompt got its memory or ended."""
+        """Record that a prompt has its memory or has ended, and admit further prompts."""
         if queued in self._admitting:
             self._admitting.remove(queued)
         self._admit_next()
@@ -204,7 +207,7 @@ class PrefillRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute_with_cut_ins(self, chunks: Sequence[QueuedChunk]) -> None:
-        """Compute one pass, and between two of its layers the prompts that `plan_cut_in` names."""
+        """Compute one pass, and between two of its layers the passes that `plan_cut_in` returns."""
         async with asyncio.TaskGroup() as passes:
             running = passes.create_task(self._compute(chunks))
             running.add_done_callback(lambda _: self._ready.set())

@@ -1,6 +1,6 @@
-"""A scope of asynchronous work in which another task can raise an error.
+"""A scope of asynchronous work that another task can end with an error.
 
-Owns: the way of an error into a waiting task. Does not know: which errors, where they come from.
+Owns: the delivery of an error to a waiting task. Does not know: which errors, where they come from.
 """
 
 import asyncio

@@ -1,10 +1,9 @@
-"""One stage of a prefill instance: reserves, fetches, computes, stores and sends its part of a prompt
-(Mooncake, sections 3, 5).
+"""One stage of a prefill instance, which does its part of each prompt (Mooncake, sections 3 and 5).
 
 An instance of one stage has all layers. In a pipeline each stage reserves, loads, computes, stores and sends
 the KVCache of its own layers, and hands hidden states on to the next stage (`next_stage`). In a
-tensor-parallel group each rank does so with its own KV heads, and computes each pass with the others
-(`followers`).
+tensor-parallel group each rank does the same for its own KV heads, and computes each pass with the other
+ranks (`followers`).
 
 Owns: the stage's prompts, their pages. Does not know: which prompt goes first, which stage leads.
 """
@@ -78,13 +77,16 @@ class Stage:
         followers: Followers | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
-        """Make a stage. A first rank has `followers` and no next stage. `tracer` gets spans of prompts."""
+        """Make a stage.
+
+        A first rank has `followers` and no next stage. `tracer` records the spans of prompts.
+        """
         self.pool = pool
         self.jobs: dict[int, PrefillJob] = {}
         self._executor, self._transfers, self._next = executor, transfers, next_stage
         self._followers, self._tracer = followers, tracer
         self._behind = next_stage or followers
-        """The link to the processes that compute their part of each prompt: later stages or other ranks."""
+        """The link to the later stages or the other ranks, which compute their parts of each prompt."""
         self._pages_freed = asyncio.Event()
 
     @property
@@ -99,7 +101,7 @@ class Stage:
 
     @property
     def can_cut_in(self) -> bool:
-        """Whether a pass can cut into another one: not if other ranks or stages would have to do the same."""
+        """Whether a pass can cut into another pass. With later stages or other ranks it cannot."""
         return self._behind is None
 
     def job(self, job_id: int, order: Prefill, progress: PromptProgress) -> PrefillJob:
@@ -145,8 +147,8 @@ class Stage:
     async def admit(self, job: PrefillJob) -> None:
         """Allocate the prompt's memory, in all stages at the same time.
 
-        The stage's pool sends to the decode side the blocks that it has found at once, and other layers as
-        they are committed.
+        Blocks that the stage's pool has are sent to the decode side at once, other layers when they are
+        committed.
 
         Several stages admit prompts one after the other in the same order, so no two prompts wait for each
         other's memory. Within one stage all prompts get pool pages first, and then device pages; in a
@@ -164,8 +166,10 @@ class Stage:
         job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
 
     async def fetch(self, job: PrefillJob) -> None:
-        """Begin to fetch the blocks that this stage's pool lacks and the order's `prefix_source` should
-        have."""
+        """Begin to fetch the blocks that this stage's pool lacks from the order's `prefix_source`.
+
+        Returns when the last layers are about to arrive, or nothing more will arrive.
+        """
         source, reservation = job.order.prefix_source, job.reservation
         assert reservation is not None
         if source is not None and all(shard.messenger != self.pool.address for shard in source.shards):
@@ -175,13 +179,15 @@ class Stage:
                 await job.fetch.begun()
 
     async def num_usable_blocks(self, job: PrefillJob) -> int:
-        """Return how many blocks need not be computed in this round, in this stage and later ones."""
+        """Return how many leading blocks this stage and all later stages can reuse in this round."""
         num_blocks = job.num_usable_blocks()
         return num_blocks if self._behind is None else min(num_blocks, await job.usable_behind)
 
     async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
-        """Settle that the first `num_blocks` blocks are reused. Returns False if this stage cannot reuse
-        them."""
+        """Settle that the first `num_blocks` blocks are reused.
+
+        Returns False if this stage cannot reuse them all.
+        """
         if job.fetch is not None and job.fetches_beyond(num_blocks):
             await job.fetch.ended()  # nobody writes the others while they are computed
         if job.num_usable_blocks() < num_blocks:
@@ -190,7 +196,7 @@ class Stage:
         return True
 
     async def recount(self, job: PrefillJob, round_: int) -> None:
-        """Begin another round after reuse has failed in any stage.
+        """Begin another round, after blocks could not be reused in any of the stages.
 
         Raises PoolError if blocks were damaged.
         """
@@ -203,17 +209,17 @@ class Stage:
             await job.fetch.ended()
 
     async def store(self, job: PrefillJob) -> None:
-        """Wait until the prompt's KVCache is in the pools of this stage and later ones."""
+        """Wait until the pools of this stage and all later stages have the prompt's KVCache."""
         await job.stored_behind.wait()
         await job.stored()
         job.times.note_stored()
         self._free_device_pages(job)
 
     async def sent(self, job: PrefillJob) -> None:
-        """Wait until the decode side has the prompt's blocks of this stage and later ones.
+        """Wait until the decode side has the prompt's blocks from this stage and all later stages.
 
-        Raises TransferError if the blocks do not get there. While this waits, a stage of a pipeline can still
-        tell the stages before it that the prompt has failed.
+        Raises TransferError if the blocks do not arrive there. During the wait, a stage of a pipeline can
+        still report that the prompt has failed.
         """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
@@ -222,7 +228,10 @@ class Stage:
             await job.sent_behind.wait()
 
     def hear(self, message: AboutJob) -> None:
-        """Handle a message from later stages, as far as it concerns this stage. A late message is dropped."""
+        """Handle a report of later stages about a prompt, if it concerns this stage.
+
+        A late report is dropped.
+        """
         job = self.jobs.get(message.job_id)
         match message:
             case Usable(round=round_, num_blocks=num_blocks):
@@ -241,7 +250,10 @@ class Stage:
     # -- memory -------------------------------------------------------------------------------------
 
     async def _drop_damaged(self, job: PrefillJob) -> None:
-        """Drop damaged blocks from this stage's pool, so that the next attempt does not find them."""
+        """Drop damaged blocks from this stage's pool, so that the next attempt does not find them.
+
+        Raises PoolError if there are any.
+        """
         if job.damaged_pages:
             assert job.reservation is not None
             keyed = zip(job.order.request.block_keys, job.reservation.blocks, strict=False)
@@ -265,7 +277,10 @@ class Stage:
         self._pages_freed.set()
 
     async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
-        """Wait, even if cancelled, until followers no longer use the prompt's device pages or are lost."""
+        """Wait until followers no longer use the prompt's device pages, or are lost.
+
+        Cancelling does not end the wait.
+        """
         ends = [asyncio.ensure_future(event.wait()) for event in (job.left_by_ranks, followers.lost)]
         while not any(end.done() for end in ends):
             with contextlib.suppress(asyncio.CancelledError):
@@ -286,9 +301,10 @@ class Stage:
 
         Tokens of aborted prompts are computed too, as long as other prompts need the pass.
 
-        `hidden` are the states `[T, hidden_size]` of the stage before; None in the first stage. With
-        `cuts_in` the pass is computed between two layers of another pass, which shares no prompt with this
-        one.
+        Args:
+            chunks: For each prompt its job, and the number of tokens.
+            hidden: The states `[T, hidden_size]` of the previous stage; None in the first stage.
+            cuts_in: Whether the pass is computed between two layers of another pass, which has other prompts.
         """
         assert not cuts_in or self.can_cut_in
         run = self._executor.cut_in if cuts_in else self._executor.run
@@ -324,12 +340,12 @@ class Stage:
         return self._executor.record.computing(refs, expected=(CancelledOnDevice, RankLost, MooncakeError))
 
     def hidden_of(self, data: bytearray) -> torch.Tensor:
-        """Return the states `[T, hidden_size]` in the bytes from the stage before."""
+        """Return the states `[T, hidden_size]`, on the CPU, in the bytes from the previous stage."""
         model = self._executor.model
         return torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
 
     async def hand_on(self, computed: PassResult) -> None:
-        """Send a pass to the next stage, if there is one, and wait until that stage can take another."""
+        """Send a pass's states to the next stage, if there is one, and wait until it takes more."""
         if self._next is not None and computed.hidden is not None:
             await self._next.compute(computed.ranges, computed.hidden)
 
@@ -359,8 +375,10 @@ class Stage:
     def _ends(
         self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
     ) -> dict[int, int]:
-        """Return the rows of hidden states from which first tokens are drawn, by the index of the prompt's
-        part."""
+        """Return the rows of hidden states from which first tokens are drawn.
+
+        The result's keys are the indices of the prompts' parts.
+        """
         ends, row = {}, -1
         for index, part in enumerate(parts):
             row += len(part.chunk.token_ids)
@@ -391,7 +409,7 @@ class Stage:
     def _announced(
         self, told: Sequence[ChunkRange], parts: Sequence[PassPart], are_last: Sequence[bool]
     ) -> PrefillPass | None:
-        """Return the pass in the form for followers; None without followers."""
+        """Return the pass in the form for followers; None if there are no followers."""
         if self._followers is None:
             return None
         chunks = []

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class StageRunner:
-    """A later stage's runner, which obeys and answers the messages of the stage before.
+    """A later stage's runner, which carries out and answers the messages of the previous stage.
 
     `run` closes `stage` in the end. The tasks of prompts run in `group`.
     """
@@ -59,7 +59,7 @@ class StageRunner:
                     running.cancel()
 
     async def hear(self, message: AboutJob) -> None:
-        """Handle a message of later stages, and pass on what concerns the first stage."""
+        """Handle a report of later stages, and pass it on if it concerns the first stage."""
         self._stage.hear(message)
         if isinstance(message, Unusable | FirstDrawn | StageFailed):
             await self._before.send(message)
@@ -117,7 +117,7 @@ class StageRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute(self, incoming: IncomingPass) -> None:
-        """Compute one pass, without the chunks of prompts that have ended or have begun another round."""
+        """Compute one pass, without the chunks of prompts that have ended or are in another round."""
         rows = self._stage.hidden_of(incoming.hidden)
         of_chunks = torch.split(rows, [chunk.num_tokens for chunk in incoming.ranges])
         begun = []
