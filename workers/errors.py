@@ -1,4 +1,5 @@
-"""The errors of a worker's sessions, and the report of an error; `mooncake.errors` has the others.
+"""The errors of a worker's sessions, and the report of a failed attempt. `mooncake.errors` has the other
+errors.
 
 Owns: the meaning of these errors. Does not know: where they are raised.
 """
@@ -21,7 +22,7 @@ class EngineLostError(MooncakeError):
 
 
 class AnswerLostError(MooncakeError):
-    """The engine has not completed an answer, and goes on: another attempt may succeed."""
+    """The engine has not completed an answer, but still runs: another attempt may succeed."""
 
 
 class ModulesStayError(MooncakeError):
@@ -29,10 +30,10 @@ class ModulesStayError(MooncakeError):
 
 
 def report_of(ref: Ref, error: Exception, *, retryable: bool = True) -> WorkFailed:
-    """Return the report that an attempt has failed by `error`.
+    """Return the report that the attempt `ref` has failed with `error`.
 
-    A request whose grammar cannot be followed is refused, as no attempt would succeed. Its client is told
-    which field is at fault.
+    A request whose grammar cannot be followed is refused, because no attempt would succeed. The report names
+    the field at fault for the client.
     """
     if isinstance(error, GrammarError):
         return WorkFailed(ref, str(error), retryable=False, is_refused=True, param="grammar")

@@ -15,7 +15,10 @@ from workers.engine.sampling import DrawLimits, logprobs, sample, uniform
 
 
 class Drawn(NamedTuple):
-    """The result of a pass: one token for each row, and logprobs for rows that want them."""
+    """The result of a pass: one token for each row.
+
+    `logprobs` are those of the rows that want them, by the row's index.
+    """
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
@@ -68,9 +71,10 @@ def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRul
 
 
 class Draws:
-    """The draws of one pass, one row for each of `chunks` (indices of the pass's chunks; None: of all).
+    """The draws of one pass: one row for each chunk whose next token is drawn.
 
-    Each row draws the token that follows the chunk's last token. Rows are in the order of `chunks`.
+    Each row draws the token that follows its chunk's last token. `chunks` are the indices of these chunks in
+    the pass, in the order of `rows`; None if every chunk has a row.
     """
 
     def __init__(self, rows: Sequence[Row], chunks: Sequence[int] | None = None) -> None:
@@ -97,15 +101,14 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """Append the newest token to a row's output, which was made without this token."""
+        """Append the newest token to the output of a row, for which the row was made without this token."""
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """Draw from `logits`, float32 with a row for each chunk of the pass, or for each of the drawn chunks.
+        """Draw one token for each row, and wait for the device.
 
-        Changes `logits` in place if they have rows of drawn chunks only.
-
-        Waits for the device.
+        `logits` are float32 `[N, vocab_size]`, with a row for each chunk of the pass, or only for each chunk
+        that is drawn for. In the second case `logits` are changed in place.
         """
         if self._chunks is not None and len(self._chunks) < len(logits):
             logits = logits[torch.tensor(self._chunks, dtype=torch.int64, device=logits.device)]

@@ -1,7 +1,8 @@
-"""The device's executor: makes all calls that compute on the device, on one thread.
+"""The device's executor, which makes all calls that compute on the device, on one thread.
+
+`prefill` and `decode` run on the device thread (`Executor.run`, `submit`) and block it.
 
 Owns: the model, the device's paged KVCache, the thread. Does not know: messages, requests, leases.
-`prefill` and `decode` run on the device thread (`Executor.run`, `submit`) and block it.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _MOST_AHEAD = 4
 
 
 class CancelledOnDevice(Exception):
-    """The work was given up, and no part of it runs on the device any more."""
+    """The error of a pass that was given up. No part of the pass runs on the device any more."""
 
 
 class Executor:
@@ -46,7 +47,7 @@ class Executor:
     ) -> None:
         """Start the device thread.
 
-        Without `grammars` no request may have a grammar. `record` gets the requests of each pass. `refill`
+        Without `grammars` no request may have a grammar. `record` records the requests of each pass. `refill`
         fills weights from the model's checkpoint or raises ModelError; without it no layer may be freed.
         """
         self.model = model
@@ -57,8 +58,10 @@ class Executor:
         self._ahead: deque[torch.cuda.Event] = deque()
         """Events on the device's stream, each behind one of the latest layers of prefill."""
         self._cutting_in: deque[Callable[[], None]] = deque()
-        """Calls that wait for the end of a layer. The event loop appends them, the device thread takes
-        them."""
+        """Calls that wait for the end of a layer.
+
+        The event loop appends calls, the device thread takes them.
+        """
 
     @property
     def engine(self) -> str:
@@ -109,7 +112,7 @@ class Executor:
             self._cutting_in.popleft()()
 
     async def follow(self, grammar: str) -> GrammarState | None:
-        """Return the initial state of a grammar; None without one. Raises GrammarError."""
+        """Return the initial state of a grammar; None if `grammar` is empty. Raises GrammarError."""
         if not grammar:
             return None
         if self._grammars is None:
@@ -148,8 +151,10 @@ class Executor:
         return hidden
 
     def _keep_pace(self) -> None:
-        """Wait until a GPU has computed all but the latest layers, so that calls can cut in between the
-        layers of a pass."""
+        """Wait until a GPU has computed all but the latest `_MOST_AHEAD` layers.
+
+        Otherwise the GPU's queue would be too long for calls to cut in between two layers.
+        """
         if self.kv.device.type != "cuda":
             return
         self._ahead.append(torch.cuda.current_stream(self.kv.device).record_event())
@@ -184,7 +189,7 @@ class Executor:
         return draws.draw(self.model.receive_from_helper(sent, batch, self.kv))
 
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
-        """Compute one iteration, and return the next token of every sequence. Raises HelperLost."""
+        """Compute one iteration, and return its draws. Raises HelperLost."""
         return draws.draw(self.model.forward(batch, self.kv))
 
 

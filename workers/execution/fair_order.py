@@ -34,7 +34,7 @@ class Waiting(Protocol):
 
     @property
     def num_expected(self) -> int:
-        """The number of tokens still to be computed, as far as known."""
+        """The number of tokens that will probably be computed for the prompt."""
 
 
 T = TypeVar("T", bound=Waiting)
@@ -44,8 +44,10 @@ _START = attrgetter("start")
 @dataclass(slots=True)
 class _Tenant:
     num_served: float
-    """Tokens computed for the tenant. A tenant that was idle begins with at least as many as the least served
-    waiting tenant."""
+    """Tokens computed for the tenant.
+
+    A tenant that was idle begins with at least as many as the least served waiting tenant.
+    """
     now: float = 0.0
     """The virtual time among the tenant's answers, in tokens."""
     num_waiting: dict[str, int] = field(default_factory=dict)
@@ -57,9 +59,9 @@ class _Tenant:
 class FairOrder:
     """The order of all prompts that have entered and not left.
 
-    When the last prompt has left, all service is forgotten.
+    A tenant with at most `lead_tokens` to compute is placed as if it had been served `lead_tokens` less.
 
-    A tenant with at most `lead_tokens` to compute is served as if it had got `lead_tokens` less.
+    When the last prompt has left, all service is forgotten.
     """
 
     def __init__(self, lead_tokens: int = 0) -> None:
@@ -88,13 +90,16 @@ class FairOrder:
             self._tenants.clear()
 
     def computed(self, prompt: Waiting, num_tokens: int) -> None:
-        """Charge `num_tokens` of a prompt, which are in a pass now, to the prompt's tenant."""
+        """Charge `num_tokens` of a prompt, which are in the next pass, to the prompt's tenant."""
         tenant = self._tenants[prompt.flow.tenant]
         tenant.num_served += num_tokens
         tenant.now += num_tokens / len(tenant.num_waiting)
 
     def ordered(self, prompts: Iterable[T]) -> list[T]:
-        """Return `prompts`, which have entered and are in order of arrival, in the order of computation."""
+        """Return prompts in the order in which they should be computed.
+
+        `prompts` have entered, and are in order of arrival.
+        """
         in_turn = sorted(prompts, key=_START)
         if len({prompt.flow.tenant for prompt in in_turn}) <= 1:
             return in_turn

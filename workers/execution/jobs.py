@@ -1,4 +1,7 @@
-"""The tasks of requests, which can be cancelled by request."""
+"""The tasks of requests, which can be cancelled by request.
+
+Owns: these tasks, and waiting for several of them. Does not know: what they do.
+"""
 
 import asyncio
 import contextlib
@@ -35,7 +38,7 @@ class Jobs:
         return [ref for ref, task in self._tasks.items() if not task.cancelling()]
 
     def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
-        """Start the work named `ref`. A `ref` is used once.
+        """Start the work of the attempt `ref`. Each `ref` is started once.
 
         `work` is not called if the task is cancelled before it begins.
         """
@@ -82,7 +85,7 @@ async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
 
 
 async def results_of(futures: Sequence[asyncio.Future[T]], stop: Callable[[], object]) -> list[T]:
-    """Wait until all futures have ended, and return their results.
+    """Wait until all futures have ended, and return their results in the order of `futures`.
 
     `stop` is called when a future fails, or the caller is cancelled; it must make all futures end soon.
     Raises the first error.

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into an executor: device, threads, weights, memory.
+"""Loading of a checkpoint into an executor: device, threads, weights, memory.
 
 Owns: the choices made once at start. Does not know: later computations.
 """
@@ -36,7 +36,10 @@ _CPU_SATURATING_TOKENS = 128
 
 
 def layers_of_stage(num_layers: int, stage: StageConfig) -> range:
-    """Return the layers of one stage. The numbers of layers of two stages differ by at most one."""
+    """Return the layers of one stage. The numbers of layers of two stages differ by at most one.
+
+    Raises ConfigError if there are more stages than layers.
+    """
     if stage.num_stages > num_layers:
         raise ConfigError(f"pipeline.stages: {stage.num_stages} stages for a model of {num_layers} layers")
     return range(
@@ -45,7 +48,10 @@ def layers_of_stage(num_layers: int, stage: StageConfig) -> range:
 
 
 def heads_of(spec: ModelSpec, rank: RankConfig) -> list[range]:
-    """Return the KV heads of each rank. The first rank has at least as many as any other."""
+    """Return the KV heads of each rank. The first rank has at least as many as any other rank.
+
+    Raises ConfigError if there are more ranks than KV heads.
+    """
     if rank.size > spec.num_kv_heads:
         raise ConfigError(
             f"worker.tensor_parallel: {rank.size} ranks for a model of {spec.num_kv_heads} KV heads;"
@@ -57,10 +63,10 @@ def heads_of(spec: ModelSpec, rank: RankConfig) -> list[range]:
 def load_executor(
     checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess, record: PassRecord | None = None
 ) -> Executor:
-    """Load this stage's layers and this rank's part of them, and allocate the device's KVCache.
+    """Load this stage's layers, or this rank's part of all layers, and allocate the device's KVCache.
 
-    `layout` is the whole model's. `record` is where the executor names the requests of a pass. Blocks for
-    seconds to minutes, reports progress.
+    `layout` is the whole model's. The executor names the requests of each pass in `record`. The call blocks
+    for seconds to minutes, and reports its progress. Raises ConfigError or ModelError.
     """
     device = pick_device(process.config.worker.device, process.rank)
     try:
@@ -167,9 +173,9 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | No
 
 
 def pick_device(name: str, rank: RankConfig) -> torch.device:
-    """Return the configured device; for `auto` the first GPU, or else the CPU.
+    """Return the configured device; for `auto` the first GPU, or the CPU if there is no GPU.
 
-    On GPUs rank r gets the r-th GPU behind the configured one.
+    On GPUs, rank r gets the r-th GPU behind the configured one. Raises ConfigError if there is no such GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -185,9 +191,9 @@ def pick_device(name: str, rank: RankConfig) -> torch.device:
 
 
 def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
-    """Return the most tokens of a pass.
+    """Return the most tokens of a prefill pass: the configured number, or the default for the device.
 
-    They keep the device busy, yet urgent prompts need not wait long for the end of a pass.
+    The default keeps the device busy, and lets urgent prompts wait only shortly for the end of a pass.
     """
     if isinstance(configured, int):
         return configured
@@ -195,7 +201,7 @@ def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
 
 
 def pick_saturating_tokens(device: torch.device) -> int | None:
-    """Return the number of tokens from which on a pass has the device's full speed; None if unknown."""
+    """Return the number of tokens with which a pass reaches the device's full speed; None if unknown."""
     return None if device.type == "cuda" else _CPU_SATURATING_TOKENS
 
 

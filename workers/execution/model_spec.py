@@ -11,9 +11,9 @@ from workers.engine.spec import ModelSpec, RopeKind, RopeScaling
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the engine's spec of a config.json, or of `PretrainedConfig.to_dict()`, of transformers 4 or 5.
+    """Return the engine's spec of a parsed config.json. Raises ModelError.
 
-    Raises ModelError.
+    `config` may also be the `PretrainedConfig.to_dict()` of transformers 4 or 5.
     """
     return spec_of(read_model_config(config))
 

@@ -1,8 +1,8 @@
 """A record of the requests whose pass is being computed, in memory that outlives the process.
 
-The next process reads which requests were being computed when the previous process ended. There are two
-areas, each a length and a list of refs: one for the running pass, and one for the pass or request that has
-failed. (A failed process may still compute for other requests until it ends.)
+The next process reads which requests were being computed when the previous process ended. The memory has two
+areas, each with a length and a list of refs: one for the running pass, and one for the pass or request that
+has failed. (A failed process may still compute for other requests until it ends.)
 
 Owns: this memory. Does not know: how a process ended, what becomes of the requests.
 """
@@ -30,7 +30,7 @@ _decoder = msgspec.msgpack.Decoder(list[Ref])
 class PassRecord:
     """The record in the memory of the descriptor `fd`, which the supervisor keeps.
 
-    Without `fd` the record ends with the process.
+    Without `fd` the record is lost when the process ends.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -38,13 +38,12 @@ class PassRecord:
         self._running: list[Ref] | None = []
         self._written: list[Ref] | None = []
         self._length = _NOBODY
-        """Length of the latest entry for the running pass."""
+        """Length field of the latest entry for the running pass."""
 
     def take(self) -> list[Ref] | None:
-        """Return the requests in whose pass the previous process ended, and clear the record; None if they
-        are unknown.
+        """Return the requests in whose pass the previous process ended; None if they are unknown.
 
-        To be called before the first pass.
+        The record is cleared. To be called before the first pass.
         """
         left = self._read(_FAILED)
         if left == []:
@@ -61,10 +60,11 @@ class PassRecord:
     def computing(
         self, refs: list[Ref] | None, expected: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Make a context in which a pass of these requests (None: unknown) is recorded as running.
+        """Make a context in which a pass of these requests is recorded as running.
 
-        To be used on the device thread. An error that is not `expected` will end this process. While a second
-        pass cuts into this one, only the second pass is recorded.
+        If the requests are unknown, `refs` is None. To be used on the device thread. An error that is not
+        `expected` will end this process, so the requests are recorded as failed. While a second pass cuts
+        into this one, only the second pass is recorded.
         """
         outer, self._running = self._running, refs
         self._note_running()

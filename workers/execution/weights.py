@@ -1,7 +1,7 @@
-"""Reading a checkpoint's weights, tensor by tensor.
+"""Readers of a checkpoint's weights, tensor by tensor.
 
-Owns: safetensors (memory-mapped) and GGUF (dequantized) -> torch tensors under Hugging Face names. Does not
-know: which tensors a model needs, their device or final dtype.
+Owns: the conversion of safetensors (memory-mapped) and GGUF (dequantized) to torch tensors with Hugging Face
+names. Does not know: which tensors a model needs, their device or final dtype.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -25,12 +25,13 @@ Progress = Callable[[int, int], None]
 def iter_weights(
     checkpoint: Checkpoint, layers: Collection[int], on_progress: Progress, *, has_ends: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of `layers`, and (`has_ends`) those outside any layer, as (Hugging Face name, CPU
-    tensor).
+    """Yield the weights of `layers` as pairs of Hugging Face name and CPU tensor.
 
-    safetensors keep their dtype and alias the mapped file, so nothing is read before it is used; GGUF tensors
-    are float32. `on_progress(done, total)` counts the bytes on disk of the wanted tensors, each when it has
-    been consumed. Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
+    With `has_ends`, the weights outside any layer are yielded too (embeddings, final norm, head).
+
+    Tensors of safetensors keep their dtype and alias the mapped file, so no bytes are read before they are
+    used. GGUF tensors are float32. `on_progress(done, total)` is called after each tensor with bytes on disk.
+    Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
     """
 
     def is_wanted(name: str) -> bool:

@@ -71,8 +71,7 @@ class Followers:
         self._outbox: asyncio.Queue[msgspec.Struct] = asyncio.Queue()
         self._call_ids = itertools.count(1)
         self._answers: dict[int, list[asyncio.Future[RankResult | None]]] = {}
-        """The followers' answers to each call in flight, by the call's number: one future for each follower,
-        in the order of ranks."""
+        """Futures of the followers' answers, by call id. Each list has one future for each follower."""
         self._said: dict[tuple[type, int, int], list[AboutJob]] = {}
         """Reports that some followers have sent, but not all, by the report's type, prompt and round."""
         self.lost = asyncio.Event()
@@ -188,8 +187,7 @@ class Followers:
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Pass a report on once all followers have sent it. `Unusable` and `StageFailed` are passed on at
-        once.
+        """Pass a report on when all followers have sent it, but `Unusable` and `StageFailed` at once.
 
         Of several `Usable` reports, the one with the fewest blocks is passed on.
         """

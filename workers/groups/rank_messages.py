@@ -29,8 +29,10 @@ from workers.groups.stage_messages import ChunkRange, FromBefore, FromBehind
 
 
 class PassChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk (`workers.engine.batch.Chunk`) in a message, with the sequence's device pages up to the chunk's
-    end."""
+    """A chunk of a pass (`workers.engine.batch.Chunk`) in a message.
+
+    `pages` are the device pages of the sequence up to the chunk's end.
+    """
 
     token_ids: list[int]
     start: int
@@ -69,19 +71,21 @@ class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
-    """The order to copy the sequence's first blocks to device pages, from the pool or from the copy of
-    `SaveToHost`."""
+    """The order to copy the sequence's first blocks to device pages.
+
+    They come from the copy of `SaveToHost` if there is one, else from the pool.
+    """
 
     number: int
     pages: list[int]
 
 
 class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
-    """The order to store device pages in the pool: blocks with `keys`, then `num_private` blocks without a
-    key.
+    """The order to store device pages in the pool.
 
-    If `is_parked`, the blocks stay reserved for the sequence. `tokens` are the tokens of the keyed blocks, if
-    followers of KV events may know them.
+    The first blocks have `keys`; `num_private` blocks without a key follow. If `is_parked`, the blocks stay
+    reserved for the sequence. `tokens` are the tokens of the keyed blocks, if followers of KV events may know
+    them.
     """
 
     number: int
@@ -177,8 +181,7 @@ class CallDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class FailureKind(StrEnum):
-    """The kind of error (of `mooncake.errors`) with which a call failed; STOPPED if the call was
-    cancelled."""
+    """The kind of error (of `mooncake.errors`) that ended a call; STOPPED if the call was cancelled."""
 
     POOL_FULL = "pool_full"
     POOL = "pool"

@@ -276,8 +276,7 @@ class CudaCopies:
 
 
 def _take_pinned_memory() -> None:
-    """Have torch's allocator keep pinned memory for parts of layers, because each allocation takes
-    milliseconds."""
+    """Have torch's allocator keep pinned memory for parts of layers, as an allocation takes milliseconds."""
     for size_bytes in _STAGING_SIZES:
         _ = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(MOST_STAGED)]
 

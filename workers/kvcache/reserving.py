@@ -10,10 +10,9 @@ from mooncake.messages.requests import Request
 
 
 async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:
-    """Reserve a prompt's pool pages: the pages of blocks in the pool, and fresh pages. Waits while the pool
-    is full.
+    """Reserve pool pages for a prompt: the pages of blocks that the pool has, and fresh ones for the others.
 
-    Nothing stays reserved if the call is cancelled or raises.
+    Waits while the pool is full. Nothing stays reserved if the call is cancelled or raises.
     """
     num_private = 1 if len(request.token_ids) % block_size else 0
     reservation = await _reserve(pool, request, num_private)
