@@ -1,4 +1,6 @@
-"""The Conductor's orders about blocks, apart from any running request: pin (context caches), replicate, drop.
+"""The Conductor's orders about blocks that belong to no running request: pin, replicate, drop.
+
+Pinned blocks are those of context caches.
 
 Owns: passing orders on to later stages or other ranks, fetching copies. Does not know: why blocks are wanted,
 how a pool keeps them.
@@ -17,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class BlockOrders:
-    """The block orders of one session, run as tasks of `group`.
+    """The block orders of one session, carried out by tasks of `group`.
 
-    `behind`: later stages or other ranks, which have other shards of the blocks.
+    `behind` is the link to later stages or other ranks, which have other shards of the blocks.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class BlockOrders:
         self._pool, self._behind, self._group = pool, behind, group
 
     def obey(self, order: BlockOrder) -> None:
-        """Begin an order as a task: it takes long if blocks come from disk or from another instance."""
+        """Begin to carry out an order in a task: blocks may come from disk or from another instance."""
         self._group.create_task(self._carry_out(order))
 
     async def _carry_out(self, order: BlockOrder) -> None:
@@ -50,9 +52,9 @@ class BlockOrders:
             log.warning("%s of %d blocks: %s", type(order).__name__, len(order.keys), error)
 
     async def _replicate(self, order: Replicate) -> None:
-        """Copy blocks from their source.
+        """Fetch copies of blocks from their source.
 
-        No copy is made without room, or if the blocks do not arrive in time.
+        If the pool has no room, or the blocks do not arrive in time, the order is given up.
         """
         try:
             async with asyncio.timeout(order.timeout_s):

@@ -1,7 +1,6 @@
 """A worker's link to the Conductor (registration, heartbeats, orders), and to the fronts that get its tokens.
 
-Another Conductor may take the place of the first one. The new one is told of the requests with which the
-session goes on.
+Another Conductor may take the place of the first one. The session then reports to it the requests that go on.
 
 Owns: the connections, whether the instance is registered, how it retires, what heartbeats say of its pools.
 Does not know: how requests are computed, what heartbeats say of the engine.
@@ -55,8 +54,7 @@ from workers.process.retirement import Retirement, end, is_sending
 from workers.process.unheard import UnheardPrompts
 
 SILENCE_SHARE = 0.5
-"""The share of `conductor.peer_timeout_s` for which the Conductor is silent when a retiring worker no longer
-waits for it."""
+"""The share of `conductor.peer_timeout_s` for which a retiring worker waits for a silent Conductor."""
 POLL_S = 0.05
 LEAVE_S = 0.5
 """Seconds in which the last messages may leave."""
@@ -95,9 +93,12 @@ class ConductorLink:
             leaders, identity, ToWorker, process.cluster_key
         )
         self._epoch = 0
-        """Epoch of the Conductor with which this session was registered last; 0 if not yet."""
+        """Epoch of the Conductor that has registered this session last; 0 before the first registration."""
         self._num_connections = 0
-        """The number of connections to Conductors so far, when the latest one answered the registration."""
+        """The number of connections to Conductors when the latest registration was answered.
+
+        A larger number shows that the connection was made again, so that the session must register again.
+        """
         self._unheard = UnheardPrompts()
         self._must_register = asyncio.Event()
         self._send_beat: Callable[[], Awaitable[None]] | None = None
@@ -118,10 +119,10 @@ class ConductorLink:
         self._fronts.close(linger_s=LEAVE_S)
 
     async def next_order(self) -> Order:
-        """Return the next order about requests or blocks. Orders about the instance itself are carried out
-        here.
+        """Return the next order about requests or blocks.
 
-        Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
+        Orders about the instance itself are carried out here. Raises `SessionLostError`, or `ConfigError`
+        when the Conductor refuses this worker.
         """
         while True:
             message = await self._conductor.recv()
@@ -169,7 +170,7 @@ class ConductorLink:
         report(Ready(f"{self._status.role.value} on {self._engine()}"))
 
     async def tell(self, message: FromWorker) -> None:
-        """Send a message to the Conductor. A Conductor that does not read counts as lost."""
+        """Send a message to the Conductor. Raises `SessionLostError` if the Conductor takes no messages."""
         if isinstance(message, Prefilled):
             self._unheard.told(message)
         try:
@@ -178,7 +179,7 @@ class ConductorLink:
             raise SessionLostError(str(error)) from None
 
     def _register_again(self) -> None:
-        """Make `beat` register again, with the requests of this session that go on."""
+        """Make `beat` register again, and report the requests of this session that go on."""
         self._status.is_registered = False
         self._must_register.set()
 
@@ -190,8 +191,13 @@ class ConductorLink:
     ) -> None:
         """Register, then send heartbeats, and check each time whether the Conductor answers.
 
-        `take_held` returns the requests that go on under another Conductor, and stops all others. `heartbeat`
-        gets the counters of the first worker's pool, by its messenger's name.
+        Raises `SessionLostError` after a long silence of the Conductor.
+
+        Args:
+            registration: Returns the registration of this session.
+            take_held: Returns the requests that go on under another Conductor, and stops all other requests.
+            heartbeat: Returns a heartbeat. Its argument are the counters of the first worker's pool, by the
+                name of the messenger.
         """
         # Later than the Conductor gives this worker up, should only the connection be broken.
         conductor = self._process.config.conductor
@@ -224,22 +230,20 @@ class ConductorLink:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
     async def beat_now(self) -> None:
-        """Send a heartbeat now, so that the Conductor knows this instance's pages before any later
-        message."""
+        """Send a heartbeat now, so that the Conductor knows this instance's pages before later messages."""
         if self._send_beat is not None and self.is_registered:
             async with self._beating:
                 await self._send_beat()
 
     def _renewed(self, registration: Register, held: list[Held]) -> Register:
-        """Return a registration with the epoch of the Conductor that knew this session, and with the requests
-        that go on."""
+        """Return `registration` with the requests that go on, and with the latest Conductor's epoch."""
         num_connections = max(1, self._conductor.num_connections)
         return msgspec.structs.replace(
             registration, epoch=self._epoch, held=held, num_connections=num_connections
         )
 
     async def follow(self) -> None:
-        """Switch to each Conductor that leads from now on."""
+        """Connect to each Conductor that leads from now on, and register there. Runs until cancelled."""
         while True:
             await self._conductor.follow()
             if self._epoch:
@@ -248,7 +252,7 @@ class ConductorLink:
             self._register_again()
 
     async def retire(self) -> None:
-        """Retire when ordered: drain until no request is left, or the Conductor is silent."""
+        """Retire when this is wanted: drain until no request is left, or the Conductor is silent."""
         await self._retirement.wanted.wait()
         if self.is_registered:
             await self.tell(Retire())

@@ -15,14 +15,18 @@ log = logging.getLogger(__name__)
 
 
 class FrontLinks:
-    """The links to fronts by their endpoints, each opened with the first tokens for its front."""
+    """The links to fronts by their endpoints. A link is opened for the first tokens of its front."""
 
     def __init__(self, identity: bytes, key: ClusterKey) -> None:
         self._identity, self._key = identity, key
         self._links: dict[str, Dealer[ToFront]] = {}
 
     async def emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """Send outputs, each with the endpoint of its front, in one message to each front."""
+        """Send outputs to fronts, in one message to each front.
+
+        Each output comes with the endpoint of its front. Outputs to a front that cannot be reached are
+        dropped: the front learns from the Conductor that they were sent.
+        """
         by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for endpoint, output in outputs:
             by_front[endpoint].append(output)
@@ -38,6 +42,6 @@ class FrontLinks:
                     link.close()
 
     def close(self, linger_s: float) -> None:
-        """Close all links. The last tokens may take `linger_s` seconds to leave."""
+        """Close all links. The last tokens may still leave within `linger_s` seconds."""
         for link in self._links.values():
             link.close(linger_s=linger_s)

@@ -1,4 +1,4 @@
-"""An instance's own `/metrics` and `/ready`, for scrapers of instances rather than of the Conductor.
+"""An instance's own `/metrics` and `/ready`, for scrapers that read instances and not the Conductor.
 
 Owns: the HTTP listener, in a thread of its own. Does not know: the metrics.
 """
@@ -38,18 +38,18 @@ _KEPT_S = 0.1
 
 @dataclass(slots=True)
 class ListenerState:
-    """The state that the listener reports, written by the session and read by the listener's threads."""
+    """The state that the listener reports. The session writes it, the listener's threads read it."""
 
     role: Role
     """The instance's role: the configured one, or the one to which the Conductor has switched it."""
     report: InstanceReport | None = None
-    """The latest heartbeat's report; None before the first."""
+    """The report of the latest heartbeat; None before the first heartbeat."""
     is_registered: bool = False
 
 
 @contextmanager
 def listening(address: str, model_name: str, status: ListenerState) -> Iterator[int]:
-    """Make a context in which requests at `address` (host:port) are answered. Yields the port.
+    """Make a context in which HTTP requests at `address` (host:port) are answered. Yields the port.
 
     Raises ConfigError if the address cannot be used.
     """
@@ -96,7 +96,10 @@ class _Metrics:
 
 
 class _Server(ThreadingHTTPServer):
-    """An HTTP server with few connections and a thread for each. A further connection ends the oldest."""
+    """An HTTP server with a thread for each connection.
+
+    A connection above `MOST_CONNECTIONS` ends the oldest one.
+    """
 
     daemon_threads = True
 

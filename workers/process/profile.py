@@ -1,7 +1,8 @@
 """The profiler of a device: `python -m workers.process.profile`, started by `mooncake-serve profile`.
 
-The profiler computes as a worker does, without other processes: prompts in passes of `worker.prefill_chunk`
-tokens behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports each duration.
+The profiler computes like a worker, but without other processes: prompts in passes of `worker.prefill_chunk`
+tokens behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports the duration of
+each.
 
 Owns: the measurements. Does not know: how they are used.
 """
@@ -24,7 +25,10 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (64, 512, 2048, 8192)
 NUM_RUNS = 5
 LONGEST_S = 2.0
-"""The most seconds of a run. A size whose run is slower is measured once, and larger sizes not at all."""
+"""The longest useful run in seconds.
+
+A size that takes longer is measured once, and larger sizes are not measured.
+"""
 TOKEN_ID = 1
 
 
@@ -43,7 +47,13 @@ class DecodeSize(NamedTuple):
 
 
 def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize | DecodeSize]:
-    """Return the sizes to measure, by growing cost, on a device whose KVCache holds `max_tokens` tokens."""
+    """Return the sizes to measure, each after smaller ones of its kind.
+
+    Args:
+        max_tokens: The tokens for which the device's KVCache has memory.
+        max_position: The most tokens of a sequence of the model.
+        max_batch: The most requests of a batch.
+    """
     longest = min(max_tokens, max_position)
     prefills = [
         PrefillSize(num_new, num_cached)
@@ -67,7 +77,7 @@ class Profiler:
         self._model, self._kv = executor.model, executor.kv
         self._prefill_chunk = prefill_chunk
         self.too_long: list[PrefillSize | DecodeSize] = []
-        """Sizes that took too long. Larger sizes are not measured."""
+        """Sizes that took longer than `LONGEST_S`. Larger sizes are not measured."""
 
     @property
     def num_free_pages(self) -> int:
@@ -75,7 +85,7 @@ class Profiler:
         return self._kv.num_free_pages
 
     def seconds(self, size: PrefillSize | DecodeSize) -> float | None:
-        """Return the seconds of the shortest run; None if a smaller size took too long."""
+        """Return the seconds of the shortest run of a size; None if a smaller size took too long."""
         for other in self.too_long:
             if type(size) is type(other) and size[0] >= other[0] and size[1] >= other[1]:
                 return None

@@ -1,7 +1,7 @@
 """The runner of a later rank of a tensor-parallel group, which follows the first rank.
 
-A prompt is served as in a stage of a pipeline (`stage_runner`); passes of prompts and iterations come from
-the first rank, and are computed in its order.
+A prompt is served as in a stage of a pipeline (`stage_runner`). Prefill passes and iterations come from the
+first rank, and are computed in the order in which they come.
 
 Owns: the loop of its passes. Does not know: the queue of prompts, the batch, the Conductor.
 """
@@ -39,7 +39,7 @@ JoinGroup = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 class RankRunner(StageRunner):
-    """A later rank's runner, which obeys and answers the leader's messages.
+    """A later rank's runner, which carries out and answers the leader's messages.
 
     `run` closes `stage` and `blocks` in the end.
     """
@@ -61,7 +61,7 @@ class RankRunner(StageRunner):
         self._passes: asyncio.Queue[PrefillPass | DecodePass] = asyncio.Queue()
 
     def follow(self, message: ToFollower) -> None:
-        """Handle a message of the leader to its followers."""
+        """Handle a message that only followers get."""
         match message:
             case Meet(path=path):
                 if not self._meeting.done():
@@ -133,7 +133,7 @@ class _Calls:
         self._tasks: dict[int, asyncio.Task[RankResult | None]] = {}
 
     def start(self, call: Call) -> None:
-        """Begin a call, whose answer is sent later."""
+        """Begin a call. Its answer is sent when its work has ended."""
         self._tasks[call.call_id] = task = asyncio.create_task(self._blocks.perform(call.work))
         self._group.create_task(self._answer_at_end(call.call_id, task))
 

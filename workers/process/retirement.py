@@ -1,9 +1,9 @@
-"""The end of a worker without losing requests: by SIGTERM, or by an operator's order to the Conductor.
+"""The end of a worker without loss of requests, after SIGTERM or an operator's order to the Conductor.
 
-After SIGTERM the worker tells the Conductor (`Retire`), which places no more requests here and moves queued
+After SIGTERM the worker sends `Retire` to the Conductor, which places no more requests here and moves queued
 ones away. When no request is left, the Conductor answers `Retired`. The Conductor also sends `Retired` when
-an operator has drained the instance; this message says that the instance leaves for good. The process waits
-until the messenger has sent its KVCache. SIGINT ends the process at once.
+an operator has drained the instance; the message then says that the instance leaves for good. The process
+ends when the messenger has sent its KVCache. SIGINT ends the process at once.
 
 Owns: when the process may end. Does not know: requests, how a process stops (`mooncake.node.process`).
 """
@@ -15,7 +15,7 @@ from mooncake.messages.pools import PoolStats
 
 
 class Retirement:
-    """The state of a retirement: `wanted` is set by SIGTERM, `granted` by the Conductor."""
+    """The state of a retirement. `wanted` is set by SIGTERM or the Conductor, `granted` by the Conductor."""
 
     def __init__(self) -> None:
         self.wanted, self.granted = asyncio.Event(), asyncio.Event()
@@ -34,7 +34,7 @@ class Retirement:
         loop.add_signal_handler(signal.SIGTERM, begin)
 
     def grant(self, *, is_for_good: bool) -> None:
-        """End the process as soon as its KVCache is sent, as no request is left on the instance."""
+        """Let the process end as soon as its KVCache is sent. No request is left on the instance."""
         self.is_for_good = is_for_good
         self.wanted.set()
         self.granted.set()
@@ -46,5 +46,5 @@ def end() -> None:
 
 
 def is_sending(pool: PoolStats) -> bool:
-    """Return whether KVCache that this instance sends or fetches is in flight."""
+    """Return whether KVCache that the pool sends or fetches is in flight."""
     return any(peer.in_flight_bytes for peer in pool.peers.values())

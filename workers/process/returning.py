@@ -19,15 +19,18 @@ from mooncake.node.lives import ProcessEnd
 from mooncake.node.process_config import WorkerProcess
 
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds for which the Conductor's answer is awaited. Afterwards the Conductor would blame no request in any
-case."""
+"""Seconds for which the Conductor's answer is awaited.
+
+A later message would come too late for the Conductor to blame a request.
+"""
 log = logging.getLogger(__name__)
 
 
 async def say_returning(process: WorkerProcess, leaders: Leaders, left: list[Ref] | None) -> None:
-    """Tell the Conductor in which requests' pass the previous process failed, and wait for the answer.
+    """Report the requests in whose pass the previous process failed, and wait for the Conductor's answer.
 
-    `left`: the requests of its last pass; None if they are unknown. A process that was killed blames none.
+    `left` are the requests of the last pass; None if they are unknown. If the previous process was killed, no
+    request is blamed. Without a previous process no message is sent.
     """
     if process.previous_end is None:
         return

@@ -1,7 +1,7 @@
 """The worker process: `python -m workers.process.service`, started by the supervisor.
 
-The worker loads the model once, then lives in *sessions*. A session is the time with one messenger, with one
-Conductor or the stage before, and with the stage behind or the other ranks if there are any. When one of
+The worker loads the model once, then lives in *sessions*. A session is the time with one messenger, with the
+Conductor or the previous stage, and with the next stage or the other ranks if there are any. When one of
 these peers is lost, all work of the session ends, and the worker begins the next session by registering anew.
 """
 

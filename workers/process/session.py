@@ -1,7 +1,7 @@
 """The session of an instance's first worker with its messenger and the Conductor.
 
-The session lasts until messenger or worker ends, or no Conductor is left. A Conductor that takes the place of
-the first one is told of the requests with which this session goes on.
+The session lasts until messenger or worker ends, or no Conductor is left. If another Conductor takes the
+place of the first one, the session reports to it the requests that go on.
 
 Owns: the worker's connections and the loop that reads orders. Does not know: how requests are computed.
 """
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 class LeaderSession:
-    """The session of an instance's first worker, which runs until messenger, Conductor, a stage or a rank is
+    """The session of an instance's first worker, which ends when messenger, Conductor or a group's member is
     lost.
 
     `layout` is the whole model's.
@@ -83,7 +83,7 @@ class LeaderSession:
         self._layout, self._fingerprint = layout, fingerprint
         self._status, self._retirement, self._leaders = status, retirement, leaders
         self.is_registered = False
-        """Whether the Conductor has had this session registered."""
+        """Whether the Conductor had registered this session. It is set when the session ends."""
 
     async def run(self) -> None:
         """Serve requests until the session ends.
@@ -158,8 +158,11 @@ class LeaderSession:
                 self._executor.kv.reset()  # nothing of this session uses pages any more
 
     def _listen_for_owners(self, stack: contextlib.AsyncExitStack) -> socket.socket | None:
-        """Return a socket that listens for owners of modules on other hosts until `stack` ends; None if it is
-        not configured. Raises ConfigError."""
+        """Return a socket that listens for owners of modules on other hosts until `stack` ends.
+
+        Returns None if this is not configured, or if modules cannot move to this instance. Raises
+        ConfigError.
+        """
         listen = self._process.config.worker.modules_listen
         if listen is None or self._why_not_helped:
             return None
@@ -176,7 +179,7 @@ class LeaderSession:
     async def _leave_when_a_rank_is_lost(self) -> None:
         """Deregister from the Conductor as soon as a rank is lost.
 
-        The session may end later, when a pass that needs the rank has given up.
+        The session may end later: a pass that waits for the rank must fail first.
         """
         if self._followers is not None:
             await self._followers.lost.wait()
@@ -228,7 +231,7 @@ class LeaderSession:
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
-        """Return the wait queue of prompts.
+        """Return the wait queue of prompts, for passes of at most `chunk` tokens.
 
         In a pipeline of X stages a pass may have X times as many tokens.
 
@@ -310,13 +313,13 @@ class LeaderSession:
 
     @property
     def _why_not_helped(self) -> str:
-        """The reason why modules can neither leave nor come; empty if they can."""
+        """The reason why modules can neither leave this instance nor come to it; empty if they can."""
         if self._executor.kv.window is not None:
             return "it has not all layers on its device"
         return self._executor.model.why_not_helped
 
     def _take_held(self) -> list[Held]:
-        """Return the requests that go on under another Conductor, and stop the others."""
+        """Return the requests that go on under another Conductor, and stop all other requests."""
         return [*self._prefill.held, *self._decode.take_held()]
 
     @property

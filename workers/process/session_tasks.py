@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     """Make a context with a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, however many tasks fail: a `ConfigError` or `EngineLostError` if there is one, as
-    another session would fail with it too. Otherwise the error is a `SessionLostError`.
+    Raises one error, however many tasks fail: a `ConfigError` or `EngineLostError` if there is one, because
+    the next session would fail with it too. Otherwise the error is a `SessionLostError`.
     """
     ended_by: Exception | None = None
     try:
@@ -38,7 +38,7 @@ async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def end_beside(task: asyncio.Task[None]) -> None:
-    """Cancel a task that runs beside the group, and wait for its end. Its error is logged."""
+    """Cancel a task that is in no group, and wait for its end. Its error is logged."""
     task.cancel()
     (failure,) = await asyncio.gather(task, return_exceptions=True)
     if isinstance(failure, Exception):

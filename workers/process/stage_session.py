@@ -1,4 +1,4 @@
-"""The session of a later stage with its messenger, the stage before and the stage behind.
+"""The session of a later stage with its messenger, the previous stage and the next stage.
 
 Owns: the stage's connections. Does not know: how requests are computed, the Conductor.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 STATS_TIMEOUT_S = 0.5
-"""Seconds for which a beat waits for the pool's counters."""
+"""Seconds for which a beat waits for the pool's newest counters."""
 LINGER_S = 0.5
 """Seconds in which the last messages may leave."""
 
@@ -57,7 +57,7 @@ class StageSession:
     async def run(self) -> None:
         """Serve prompts until the session ends.
 
-        Raises `SessionLostError`, or `ConfigError` when the stage before refuses this one.
+        Raises `SessionLostError`, or `ConfigError` when the previous stage refuses this stage.
         """
         pool = await WorkerClient.connect(
             self._process.messenger_socket,

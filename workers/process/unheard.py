@@ -1,8 +1,8 @@
-"""First tokens that a Conductor may not have received, to be sent to its successor.
+"""First tokens that a Conductor may not have received, and that its successor gets therefore.
 
-Messages arrive in order, so the answer to a heartbeat shows that the messages before it were received. A
-prompt leaves the prefill instance as soon as its KVCache is sent. If its first token were lost, its decode
-instance would wait for it in vain.
+Messages arrive in order, so the answer to a heartbeat shows that all messages before the heartbeat were
+received. A prompt leaves the prefill instance as soon as its KVCache is sent. If the message with its first
+token were lost then, the decode instance would wait for it in vain.
 
 Owns: the first tokens that were sent and not confirmed. Does not know: sockets.
 """
@@ -38,12 +38,14 @@ class UnheardPrompts:
 
     @property
     def held(self) -> list[Held]:
-        """The prompts of these tokens in the form for another Conductor."""
+        """The prompts of these tokens, in the form for another Conductor."""
         return [Held(prefilled.ref, HeldStep.PROMPT) for _, prefilled in self._told]
 
     def take_all(self) -> list[Prefilled]:
-        """Return the messages to send to another Conductor after registration, and reset the count of
-        heartbeats."""
+        """Return the messages to send to another Conductor after registration.
+
+        The messages are no longer kept here, and the count of heartbeats begins again.
+        """
         unheard = [prefilled for _, prefilled in self._told]
         self._told.clear()
         self._num_beats = self._num_answered = 0
