@@ -1,4 +1,4 @@
-"""The attempts of one session of a vLLM instance, each a task whose failure is reported to the Conductor.
+"""The attempts of one session of a vLLM instance: each is a task whose failure is reported to the Conductor.
 
 Owns: what becomes of errors. Does not know: prefill, decode.
 """
@@ -28,7 +28,7 @@ Order = Prefill | Reserve
 
 
 class Attempts:
-    """The running attempts of one session, with the parts that all of them need."""
+    """The running attempts of one session, and the objects that all attempts share."""
 
     def __init__(
         self, server: VllmServer, pool: WorkerClient, send: Send, jobs: Jobs, tracer: "Tracer | None" = None
@@ -37,7 +37,10 @@ class Attempts:
         self._jobs, self._tracer = jobs, tracer
 
     def start(self, order: Order, work: Callable[[], Awaitable[None]]) -> None:
-        """Begin an attempt as a task. `Jobs.cancel` stops the attempt; `work` then releases everything."""
+        """Begin an attempt as a task.
+
+        `Jobs.cancel` stops the attempt; then `work` must release everything.
+        """
         self._jobs.start(order.ref, lambda: self._attempt(order, work))
 
     async def _attempt(self, order: Order, work: Callable[[], Awaitable[None]]) -> None:

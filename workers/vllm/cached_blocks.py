@@ -1,8 +1,8 @@
-"""The blocks in vLLM's own prefix cache, from its KV events (version 0.32).
+"""The blocks in vLLM's own prefix cache, known from its KV events (version 0.32).
 
-vLLM names blocks by hashes of its own. The key that our requests have for a block is derived again, from the
-block's tokens and the key of the block before. The key before a first block is the root key, with which the
-server salts each prompt. A block whose key cannot be derived is left out, at the cost of a hit.
+vLLM names blocks by hashes of its own. The key that our requests have for a block is computed again, from the
+block's tokens and the key of the previous block. Before a prompt's first block this is the root key, with
+which the server salts each prompt. A block whose key cannot be computed is left out, at the cost of a hit.
 
 Owns: vLLM's event structs, the order of batches, the key of each hash. Does not know: sockets.
 """
@@ -51,10 +51,10 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class CachedBlocks:
-    """The cached blocks of one engine, which starts with none and numbers its batches of events from 0."""
+    """The cached blocks of one engine, which starts with no blocks and numbers its event batches from 0."""
 
     def __init__(self, block_size: int) -> None:
-        """Begin with no blocks. `block_size`: the tokens of a block of our requests."""
+        """Begin with no blocks. `block_size` is the number of tokens of a block."""
         self._block_size = block_size
         self._keys: dict[BlockHash, BlockKey] = {}
         self._hashes: dict[BlockKey, BlockHash] = {}
@@ -71,11 +71,11 @@ class CachedBlocks:
         return self._block_size * sum(1 for _ in itertools.takewhile(self._hashes.__contains__, keys))
 
     def receive(self, sequence: int, payload: bytes) -> list[Change] | None:
-        """Apply a batch of events, and return the changes.
+        """Apply a batch of events, msgpack-encoded by vLLM, and return the changes.
 
         Returns:
             The changes; an empty list for a batch that was received before. None if earlier batches are
-            missing: they must be replayed or skipped first.
+                missing: they must be replayed or skipped first.
         """
         if sequence > self.next_sequence:
             return None
@@ -117,7 +117,10 @@ class CachedBlocks:
         return [KVStored(Tier.DEVICE, keys)]
 
     def _key_before(self, event: _BlockStored) -> BlockKey | None:
-        """Return the key before an event's first block; None if the blocks are not of our requests."""
+        """Return the key before an event's first block; None if this key is unknown.
+
+        It is unknown for blocks that no request of ours can have.
+        """
         if event.lora_name is not None or event.group_idx:
             return None
         first, *others = event.extra_keys or [None]
@@ -141,7 +144,7 @@ class CachedBlocks:
 
 
 def _root_key(extra_keys: list[object]) -> BlockKey | None:
-    """Return the root key that salts a prompt (`completion_body`); None without a valid one."""
+    """Return the root key that salts a prompt (`completion_body`); None if there is no valid root key."""
     match extra_keys:
         case [str(salt)]:
             try:

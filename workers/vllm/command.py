@@ -1,4 +1,4 @@
-"""The command that starts the vLLM server of an instance, and the threads with which vLLM computes.
+"""The command that starts the vLLM server of an instance, and the number of its threads.
 
 Owns: options and environment. Does not know: what becomes of the server.
 """
@@ -13,10 +13,9 @@ from mooncake.errors import ConfigError
 from mooncake.node.process_config import WorkerProcess
 
 MODEL = "model"
-"""The name under which the server has its model."""
+"""The model's name in the server's API."""
 CHUNK_TOKENS = 2048
-"""The default limit of the prompt tokens that vLLM's server computes in a step, beside the tokens that it
-decodes."""
+"""The default limit of prompt tokens that vLLM computes in a step, beside the tokens that it decodes."""
 _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"
@@ -26,20 +25,23 @@ _OTHERWISE = (_EXECUTOR, "--tensor-parallel-size", "-tp", "--pipeline-parallel-s
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """The way in which vLLM for CPUs computes: in its engine's process, with the threads of this instance.
+    """The way in which vLLM for CPUs computes: in its engine's process, with a number of threads chosen here.
 
-    By default vLLM computes in a separate process behind the engine's, which can be bound to cores. While
-    one of the two processes works, the other one polls: this takes a second core, or half of the time of a
-    single core. So vLLM computes in the engine's process here, unless the environment binds vLLM to cores.
+    By default vLLM computes in a separate process beside the engine's, which can be bound to cores. While one
+    of the two processes works, the other one polls: this takes a second core, or half of the time of a single
+    core. So vLLM computes in the engine's process here, unless the environment binds vLLM to cores.
     """
 
     environment: dict[str, str]
-    """Environment variables that vLLM gets in addition."""
+    """Environment variables that vLLM gets additionally."""
     options: list[str]
 
     @classmethod
     def of(cls, process: WorkerProcess, inherited: Mapping[str, str]) -> "Computing":
-        """Return the way of computing for an instance whose worker has the environment `inherited`."""
+        """Return the settings for an instance whose worker has the environment `inherited`.
+
+        They are empty if the user has chosen another executor or bound vLLM to cores.
+        """
         config = process.config
         is_chosen = any(option.startswith(_OTHERWISE) for option in config.vllm.options)
         if is_chosen or inherited.get(_BIND, _NOT_BOUND) != _NOT_BOUND:
@@ -54,7 +56,7 @@ class Computing:
 
     @classmethod
     def in_engine(cls, num_threads: str) -> "Computing":
-        """Return the settings with which vLLM computes in its engine's process, with `num_threads`
+        """Return the settings with which vLLM computes in its engine's process, with this number of
         threads."""
         environment = {
             _BIND: _NOT_BOUND,
@@ -65,13 +67,16 @@ class Computing:
 
 
 def event_endpoints(process: WorkerProcess, port: int) -> tuple[str, str]:
-    """Return the endpoints of vLLM's KV events and of their replays, which only this user can open."""
+    """Return the endpoints of vLLM's KV events and of their replays.
+
+    Only the user of this process can open them.
+    """
     folder = Path(process.messenger_socket).parent
     return f"ipc://{folder}/kv-{port}", f"ipc://{folder}/kv-{port}r"
 
 
 def serve_command(process: WorkerProcess, port: int, computing: Computing) -> list[str]:
-    """Return the command line of this instance's server."""
+    """Return the command line of this instance's server. Raises ConfigError without a model directory."""
     config = process.config
     if config.model is None:
         raise ConfigError("engine vllm reads Hugging Face directories only: name one with --model")

@@ -1,4 +1,6 @@
-"""Answers that vLLM generates behind a prompt: the prompt's blocks arrive in the pool, or vLLM computes them.
+"""Answers that vLLM generates behind a prompt.
+
+The prompt's blocks arrive in the pool, or vLLM computes them.
 
 Owns: the order of events of one answer. Does not know: how requests are placed, how vLLM computes.
 """
@@ -23,9 +25,8 @@ Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 class VllmDecode:
     """The decode runner of a vLLM instance.
 
-    It answers `Reserve` with `Reserved`, emits tokens and sends `Finished`.
-
-    The prompt's blocks and its first token come with `Decode`, unless the prompt is inlined.
+    It answers `Reserve` with `Reserved`, emits tokens, and ends with `Finished`. The prompt's blocks are sent
+    here, and `Decode` brings the first token, unless the prompt is inlined.
     """
 
     def __init__(self, attempts: Attempts, arrival_timeout_s: float, emit: Emit) -> None:
@@ -36,13 +37,13 @@ class VllmDecode:
         self.meter = DecodeMeter()
 
     def reserve(self, order: Reserve) -> None:
-        """Begin a request."""
+        """Begin a request as a task."""
         self._attempts.start(order, lambda: self._serve(order))
 
     def decode(self, order: Decode) -> None:
         """Continue a reserved request whose prefill is done.
 
-        An order for an unknown request is dropped, as the request has just been aborted.
+        An order for an unknown request is dropped, because the request has just been aborted.
         """
         future = self._orders.get(order.ref)
         if future is not None and not future.done():
@@ -89,9 +90,9 @@ class VllmDecode:
         await self._finish(answer)
 
     async def _reserved(self, request: Request) -> Reservation:
-        """Reserve pages of full blocks, and return the reservation.
+        """Reserve pages of the prompt's full blocks, and return the reservation.
 
-        Tokens behind the last full block are computed here.
+        Waits while the pool is full. vLLM computes the tokens behind the last full block.
         """
         while True:
             try:
@@ -109,7 +110,7 @@ class VllmDecode:
     async def _generate(self, answer: "_Answer", *, is_inlined: bool) -> None:
         """Emit the tokens of an answer as vLLM draws them.
 
-        The first token of an inlined prompt is reported to the Conductor.
+        If `is_inlined`, the first token is reported to the Conductor.
         """
         tells_first = is_inlined
         outputs = self._server.complete(answer.request, answer.tokens, answer.num_left)
@@ -138,7 +139,7 @@ class VllmDecode:
 
 
 class _Answer:
-    """A prompt and its output so far, in all attempts."""
+    """A request's prompt, and its output of this attempt and of earlier ones."""
 
     def __init__(self, ref: Ref, request: Request) -> None:
         self.ref, self.request = ref, request
@@ -162,7 +163,7 @@ class _Answer:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """The reason why the output ends; None while the newest token is not the last."""
+        """The reason why the output ends with the newest token; None if the output goes on."""
         if not self.num_new:
             return None
         if self.tokens[-1] in self.request.sampling.stop_token_ids:

@@ -1,8 +1,8 @@
 """A command that ends with the process that started it: `python -m workers.vllm.guard COMMAND...`.
 
-The command and its processes are a session of their own. They end when stdin closes, as it also does when the
-process at the other end of the pipe is killed. However they end, their shared memory and semaphores of
-Python's `multiprocessing` are removed with them, and so are the entries of Intel's OpenMP in shared memory.
+The command and its processes are a session of their own. They end when stdin closes, which also happens when
+the process at the other end of the pipe is killed. In any case their shared memory and semaphores of Python's
+`multiprocessing` are removed, and so are the entries of Intel's OpenMP in shared memory.
 
 Owns: the end of these processes. Does not know: their work.
 """
@@ -19,15 +19,19 @@ from pathlib import Path
 from workers.vllm.processes import members
 
 GRACE_S = 2.0
-"""Seconds that the command has to end its own processes; then they are killed. A worker has longer to end
-(`mooncake.node.process.STOP_DEADLINE_S`). A vLLM that is starting does not end by itself while it
-compiles."""
+"""Seconds that the command has to end its own processes, before they are killed.
+
+A worker has longer to end (`mooncake.node.process.STOP_DEADLINE_S`). A vLLM that is starting does not end by
+itself while it compiles.
+"""
 TRACKER_S = 5.0
 """Seconds that resource trackers have to clean up after killed processes."""
 _POLL_S = 0.02
 _OPENMP = "__KMP_REGISTERED_LIB_"
-"""The beginning of the names under which Intel's OpenMP registers a process, followed by process id and user
-id."""
+"""The beginning of the names under which Intel's OpenMP registers processes.
+
+Process id and user id follow.
+"""
 
 
 def main() -> None:

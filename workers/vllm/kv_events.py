@@ -1,4 +1,6 @@
-"""The follower of a vLLM server's KV events: each batch once and in order, missing batches after a replay.
+"""The follower of a vLLM server's KV events, which gets each batch once and in order.
+
+Batches that were missed are requested again (a replay).
 
 Owns: the sockets, replays. Does not know: the contents of events.
 """
@@ -16,13 +18,13 @@ from mooncake.messages.pools import Tier
 from workers.vllm.cached_blocks import CachedBlocks, Change
 
 _REPLAY_S = 10.0
-"""Seconds in which a replay must have arrived."""
+"""Seconds after which the rest of a replay is no longer awaited."""
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 Tell = Callable[[list[Change]], Awaitable[None]]
 
 
 class KVEventFollower:
-    """The KV events of one engine, at ipc endpoints, over all sessions of its worker.
+    """The KV events of one engine, over all sessions of its worker. Both endpoints are ipc endpoints.
 
     Needs a running event loop.
     """
@@ -60,7 +62,8 @@ class KVEventFollower:
                 await tell(changes)
 
     async def _replayed(self) -> list[Change]:
-        """Request the missing batches, and return their changes; an empty list without an answer."""
+        """Request the missing batches, apply them, and return the changes; an empty list without an
+        answer."""
         await self._replay.send_multipart([b"", self.blocks.next_sequence.to_bytes(8, "big")])
         changes: list[Change] = []
         with contextlib.suppress(TimeoutError):

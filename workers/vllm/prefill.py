@@ -29,11 +29,11 @@ class VllmPrefill:
         self._attempts = attempts
         self._server, self._pool, self._send = attempts.server, attempts.pool, attempts.send
         self.num_prompts = 0
-        """The number of prompts that are here, running or not."""
+        """The number of prompts at this instance, whether they are computed or wait."""
         self.num_tokens: Counter[str] = Counter()
         """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
         self.seconds = 0.0
-        """Total seconds of all prompts in the engine."""
+        """The sum of the seconds that each prompt was in the engine."""
 
     def start(self, order: Prefill) -> None:
         """Begin the prefill of an order as a task."""
@@ -73,7 +73,7 @@ class VllmPrefill:
             await self._pool.release(reservation_id)
 
     async def _fetch(self, order: Prefill) -> None:
-        """Fetch the prefix that another instance has. Blocks that do not arrive are computed."""
+        """Fetch the prefix that the order's prefix source has. vLLM computes blocks that do not arrive."""
         source = order.prefix_source
         if source is None:
             return
@@ -91,9 +91,10 @@ class VllmPrefill:
             await self._pool.release(reservation.reservation_id)
 
     async def _stored(self, order: Prefill) -> int:
-        """Wait until vLLM has stored the prompt's blocks, and return the id of their reservation.
+        """Wait until vLLM has stored the prompt's blocks, and return the id of a reservation of them.
 
-        Raises TransferError if vLLM has not stored them in time, as when the pool has no room.
+        Raises TransferError if vLLM has not stored the blocks in time, for example because the pool has no
+        room; PoolError if blocks were evicted meanwhile.
         """
         keys = order.request.block_keys
         try:

@@ -1,6 +1,6 @@
 """The processes of a process group, as the kernel lists them.
 
-Owns: what is read from /proc. Does not know: what the processes do.
+Owns: reading /proc. Does not know: what the processes do.
 """
 
 import contextlib
@@ -43,5 +43,5 @@ def members(group: int) -> list[Process]:
 
 
 def groups_below(parent: int) -> set[int]:
-    """Return the process groups of the children of a process."""
+    """Return the process groups to which the children of a process belong."""
     return {process.group for process in processes() if process.parent == parent}

@@ -1,23 +1,23 @@
 """Signs of life of an engine that runs in another process.
 
-An engine that computes brings outputs, or at least its load changes. An engine that has requests and does
-neither for `hang_timeout_s` seconds hangs.
+An engine that computes brings outputs, or at least its load changes. An engine with requests that shows
+neither for `hang_timeout_s` seconds counts as hanging.
 
-Owns: the time of the last sign. Does not know: the clock, how the engine is asked.
+Owns: the time of the last sign of life. Does not know: the clock, how the engine is asked.
 """
 
 from workers.errors import EngineLostError
 
 
 class Pulse:
-    """The pulse of one engine: when it last showed that it computes."""
+    """The latest sign of life of one engine."""
 
     def __init__(self, hang_timeout_s: float | None) -> None:
-        """Begin without requests. `hang_timeout_s` is None if the engine may take any time."""
+        """Begin without requests. With None as `hang_timeout_s` the engine may take any time."""
         self._hang_timeout_s = hang_timeout_s
         self._num_requests = 0
         self._last_s = 0.0
-        """Time of the last sign of life while there are requests."""
+        """Time of the latest sign of life in seconds. It has a meaning only while there are requests."""
 
     def asked(self, now_s: float) -> None:
         """Record that the engine has one more request."""

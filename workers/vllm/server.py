@@ -1,7 +1,7 @@
 """vLLM's server as a child process, and its completions.
 
 The server stores its blocks in the pool of this instance and finds them there (`kvstore.connectors.vllm`),
-under the keys of the request.
+under the block keys of our requests.
 
 Owns: start and end, fields of completions. Does not know: the command, orders, the Conductor.
 """
@@ -72,7 +72,7 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of an answer or, after the last one, the number of prompt tokens not computed."""
+    """New tokens of an answer; or, as its last output, the number of prompt tokens that were not computed."""
 
     token_ids: list[int]
     num_cached_tokens: int = 0
@@ -80,7 +80,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of the engine, as its metrics report it."""
+    """The load of the engine, read from its metrics."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -91,7 +91,7 @@ class EngineLoad:
 
 
 def trace_headers(request: Request) -> dict[str, str]:
-    """Return the headers that make vLLM's own spans, if there are any, children of the request's."""
+    """Return the headers that make vLLM's own spans, if there are any, children of the request's span."""
     if request.span is None:
         return {}
     state = {"tracestate": request.span.tracestate} if request.span.tracestate else {}
@@ -99,7 +99,7 @@ def trace_headers(request: Request) -> dict[str, str]:
 
 
 class VllmServer:
-    """A vLLM server that answers requests, made by `running`."""
+    """A vLLM server that answers requests. `running` makes it."""
 
     def __init__(
         self,
@@ -120,8 +120,7 @@ class VllmServer:
     async def complete(
         self, request: Request, token_ids: Sequence[int], num_tokens: int
     ) -> AsyncGenerator[Output]:
-        """Yield at most `num_tokens` tokens that follow `token_ids`, then the number of prompt tokens that
-        were not computed.
+        """Yield at most `num_tokens` tokens behind `token_ids`, then the number of cached prompt tokens.
 
         `request` has the sampling parameters. The server stops when the iterator is closed.
 
@@ -160,9 +159,9 @@ class VllmServer:
         raise error(reason)
 
     async def load(self) -> EngineLoad:
-        """Return the engine's load once the server answers and none of its processes is stopped.
+        """Return the engine's load. Waits until the server answers and none of its processes is stopped.
 
-        Raises EngineLostError if that takes `hang_timeout_s`, or if the engine hangs.
+        Raises EngineLostError if that takes longer than `hang_timeout_s`, or if the engine hangs.
         """
         now_s = asyncio.get_running_loop().time
         try:
@@ -224,7 +223,7 @@ def _load_of(text: str) -> EngineLoad:
 
 
 def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int) -> dict[str, object]:
-    """Return the JSON body of a completion request."""
+    """Return the JSON body of a completion request for at most `num_tokens` tokens behind `token_ids`."""
     sampling, num_drawn = request.sampling, len(token_ids) - request.num_prompt_tokens
     return {
         "model": MODEL,
@@ -266,8 +265,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request,
 
 @contextlib.asynccontextmanager
 async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
-    """Make a context in which a server runs and answers. After the context all of the server's processes have
-    ended.
+    """Make a context in which a server runs and answers. All of its processes end with the context.
 
     Raises EngineLostError if the server ends before it answers.
     """

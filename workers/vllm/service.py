@@ -62,7 +62,10 @@ async def serve(process: WorkerProcess) -> None:
 
 
 def main() -> None:
-    """Run this process. The loss of vLLM ends it with one line, as vLLM's own log has the details."""
+    """Run this process.
+
+    If vLLM is lost, the process ends with one line, because vLLM's own log has the details.
+    """
     lost = None
     try:
         child_main(WorkerProcess, serve)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class VllmSession:
-    """A session that runs until messenger, Conductor or vLLM is lost."""
+    """A session with messenger, Conductor and vLLM, which runs until one of them is lost."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class VllmSession:
         self._status, self._retirement, self._leaders = status, retirement, leaders
         self._tracer = tracer
         self.is_registered = False
-        """Whether the Conductor has had this session registered."""
+        """Whether the Conductor had registered this session. It is set when the session ends."""
 
     async def run(self) -> None:
         """Serve orders until the session ends.
@@ -134,7 +134,7 @@ class VllmSession:
                     assert_never(message)
 
     async def _tell_cached(self, changes: list[Change]) -> None:
-        """Tell the messenger of changes in vLLM's own prefix cache."""
+        """Report changes of vLLM's own prefix cache to the messenger."""
         for change in changes:
             await self._pool.report_device(change.keys, is_stored=isinstance(change, KVStored))
 
@@ -155,7 +155,7 @@ class VllmSession:
         )
 
     def _take_held(self) -> list[Held]:
-        """Stop all requests, and return none: another Conductor places them again."""
+        """Stop all requests, and return an empty list: another Conductor places them again."""
         for ref in self._jobs.going_on:
             self._jobs.cancel(ref)
         return []
@@ -163,7 +163,7 @@ class VllmSession:
     async def _heartbeat(self, pools: dict[str, PoolStats]) -> Heartbeat:
         """Return a heartbeat once vLLM gives a sign of life.
 
-        Without a sign of life no heartbeat is sent, and the instance counts as lost.
+        If vLLM gives none, no heartbeat is sent, and the instance counts as lost.
         """
         load = self._load = await self._server.load()
         meter = self._decode.meter
