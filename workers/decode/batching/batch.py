@@ -1,11 +1,11 @@
 """The decode batch: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
 Sequences are ordered by arrival; each step of the priority number counts like an arrival a minute later. The
-first waiting sequence in this order sets the priority that is admitted next, so none starves. Within a
+first waiting sequence in this order sets the priority that is admitted next, so no sequence starves. Within a
 priority the sequence of the tenant and answer with the smallest share of the batch is admitted
 (`workers.decode.batching.batch_shares`). If slots or pages are missing, a sequence of a tenant or answer with
-more is preempted, the newest first. A sequence that gets no page skips an iteration while pages of other
-sequences are about to become free.
+a larger share is preempted, the newest first. A sequence that gets no page skips an iteration while pages of
+other sequences are about to become free.
 
 Owns: the batch and its device pages. Does not know: tokens, time, how anything is copied or computed.
 """
@@ -27,8 +27,8 @@ _by_rank = attrgetter("rank")
 class FullPage(NamedTuple):
     """A device page that is full of tokens, with the block of a sequence that it holds.
 
-    A page that another sequence gets is another `FullPage`. So is a page of a sequence that has left the
-    device and come back: `stay` is the number of times that the sequence had left before.
+    When the page goes to another sequence, it counts as another `FullPage`. The same is true when its
+    sequence has left the device and come back: `stay` counts how often the sequence had left before.
     """
 
     sequence: int
@@ -38,9 +38,10 @@ class FullPage(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Full pages of a running sequence that go to a helper, behind the `first` ones, which are there already.
+    """Full pages of a running sequence that are being moved to a helper.
 
-    `stay` is the number of times that the sequence had left the device; `pages` are those at the helper.
+    The sequence's first `first` pages are at the helper already. `stay` counts how often the sequence had
+    left the device when the division began. `pages` are the new pages at the helper.
     """
 
     sequence: Sequence
@@ -50,15 +51,15 @@ class Division(NamedTuple):
 
     @property
     def own_pages(self) -> list[int]:
-        """The pages that the sequence has for these blocks here."""
+        """The sequence's pages on this instance that `pages` will replace."""
         return self.sequence.pages[self.first : self.first + len(self.pages)]
 
 
 class DecodeBatch:
     """The sequences that an instance decodes or will decode, and their device pages.
 
-    The calls for a sequence are `enter`, `join` once it is loaded, `leave`, and `free` in the end. A sequence
-    that migrates here does not `enter`: `prepare` gives it a batch slot and pages beforehand.
+    A sequence goes through `enter`, `join` once it is loaded, `leave`, and `free` in the end. A sequence that
+    migrates here does not `enter`: `prepare` gives it a batch slot and pages beforehand.
 
     Invariant: a page belongs to at most one sequence, and this sequence is LOADING, PREPARED, RUNNING or
     LEAVING.
@@ -79,7 +80,7 @@ class DecodeBatch:
         return len(self._running)
 
     def check_loans(self, sequence: Sequence) -> None:
-        """Check that lent pages leave enough for a sequence's longest output. Raises NoRoomError."""
+        """Check that enough pages are not lent for a sequence's longest output. Raises NoRoomError."""
         kv, num_pages = self._kv, sequence.most_pages(self._kv.page_size)
         if kv.num_usable_pages < num_pages <= kv.num_own_pages:
             raise NoRoomError(
@@ -91,7 +92,7 @@ class DecodeBatch:
         """Queue a sequence for admission.
 
         The KVCache of the sequence is not on the device. Either it is complete in the pool or in host memory,
-        or iterations here will compute the rest.
+        or iterations here will compute the missing part.
         """
         assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
         sequence.state = SequenceState.WAITING
@@ -105,8 +106,8 @@ class DecodeBatch:
         """Reserve a batch slot for a sequence, and pages for its tokens and the next one.
 
         Returns whether slot and pages were free. Nothing is preempted for the sequence, and waiting sequences
-        go first. A sequence that is prepared already gets missing pages. The sequence keeps slot and pages
-        until `leave` and `free`, or runs after `join`.
+        go first. If the sequence is prepared already, it only gets the pages that it lacks. The sequence
+        keeps slot and pages until `leave` and `free`, or runs after `join`.
         """
         assert sequence.state in (SequenceState.NEW, SequenceState.PREPARED)
         self._admit()
@@ -124,9 +125,9 @@ class DecodeBatch:
         return True
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence, whose KVCache is in its device pages, to the next iteration.
+        """Add a sequence to the next iteration. Its KVCache is in its device pages.
 
-        The rest of a prepared sequence's KVCache is computed in that iteration.
+        If a prepared sequence lacks KVCache, that iteration computes it.
         """
         beside = {SequenceState.LOADING: self._loading, SequenceState.PREPARED: self._prepared}
         if sequence.state in beside:
@@ -137,8 +138,8 @@ class DecodeBatch:
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch. Idempotent.
 
-        An iteration that is planned or runs may still compute with the sequence, also one of the present
-        `plan`. So the sequence keeps its pages until `free`.
+        An iteration that is planned, being planned or running may still compute with the sequence. So the
+        sequence keeps its pages until `free`.
         """
         lists = {
             SequenceState.WAITING: self._waiting,
@@ -153,7 +154,7 @@ class DecodeBatch:
             sequence.admitted.set()
 
     def free(self, sequence: Sequence) -> None:
-        """Free the pages of a sequence, when no pass and no copy uses them any more. Idempotent."""
+        """Free the pages of a sequence that no pass and no copy uses any more. Idempotent."""
         if sequence.state is SequenceState.LEAVING:
             assert not sequence.is_in_flight
             self._leaving.remove(sequence)
@@ -163,8 +164,7 @@ class DecodeBatch:
             sequence.num_stays += 1
 
     def release_left(self) -> None:
-        """Set `left` of the sequences that have left the batch, once no iteration computes with their
-        pages."""
+        """Set `left` of sequences that have left the batch, if no iteration computes with their pages."""
         for sequence in self._leaving:
             if not sequence.is_in_flight:
                 sequence.note_left()
@@ -172,7 +172,7 @@ class DecodeBatch:
     def full_pages(self) -> set[FullPage]:
         """Return the device pages that no iteration and no load writes any more.
 
-        Pages of a leaving sequence are left out, as the sequence may leave in the middle of its load.
+        Pages of a leaving sequence are left out, because the sequence may leave in the middle of its load.
         """
         return {
             FullPage(sequence.number, sequence.num_stays, block, page)
@@ -190,9 +190,9 @@ class DecodeBatch:
         }
 
     def begin_division(self) -> list[Division]:
-        """Take pages at a helper for full pages of running sequences that are to be there.
+        """Choose full pages of running sequences to move to a helper, and allocate pages there for them.
 
-        The caller copies the pages, and calls `end_division`.
+        The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up.
         """
         kv, divisions, num_coming = self._kv, list[Division](), 0
         for sequence in self._running:
@@ -204,10 +204,10 @@ class DecodeBatch:
         return divisions
 
     def end_division(self, divisions: list[Division]) -> None:
-        """Let sequences have their pages at the helper, which have been copied, in place of those here.
+        """Replace pages of sequences by their copies at the helper, and free the replaced pages.
 
-        To be called while no iteration runs. Sequences that have left meanwhile, or are being stored, stay as
-        they are.
+        To be called while no iteration runs. Sequences that have left meanwhile, or are being stored, keep
+        their pages. `divisions` is empty afterwards.
         """
         while divisions:
             division = divisions.pop()
@@ -220,7 +220,7 @@ class DecodeBatch:
                 self._kv.free(division.pages)
 
     def drop_division(self, divisions: list[Division]) -> None:
-        """Free the pages of divisions that have not ended."""
+        """Free the pages at the helper of divisions that have not ended. `divisions` is empty afterwards."""
         while divisions:
             self._kv.free(divisions.pop().pages)
 
@@ -230,9 +230,9 @@ class DecodeBatch:
         return sum(len(sequence.pages) for sequence in self._loading)
 
     def preempt_beyond(self, num_pages: int) -> bool:
-        """Preempt the running sequences with a page number of `num_pages` or more.
+        """Preempt the running sequences that have a page whose number is `num_pages` or higher.
 
-        Returns whether there were any.
+        Returns whether there were such sequences.
         """
         beyond = [one for one in self._running if any(page >= num_pages for page in one.pages)]
         for sequence in beyond:
@@ -240,15 +240,15 @@ class DecodeBatch:
         return bool(beyond)
 
     def prepared_beyond(self, num_pages: int) -> list[Sequence]:
-        """Return the prepared sequences with a page number of `num_pages` or more."""
+        """Return the prepared sequences that have a page whose number is `num_pages` or higher."""
         return [one for one in self._prepared if any(page >= num_pages for page in one.pages)]
 
     def plan(self) -> list[Sequence]:
-        """Preempt and admit sequences, and return those of the next iteration, each with a page for its next
-        token.
+        """Preempt and admit sequences, and return the sequences of the next iteration.
 
-        A returned sequence may be LEAVING: preempted in this call, it computes one more iteration. Admitted
-        sequences are not returned, as they are to be loaded first.
+        Each returned sequence has a page for its next token. A returned sequence may be LEAVING: it was
+        preempted in this call, and computes one more iteration. Admitted sequences are not returned, because
+        they must be loaded first.
         """
         ready = self._grow()
         self._admit()
@@ -274,7 +274,7 @@ class DecodeBatch:
 
     @property
     def _num_coming_pages(self) -> int:
-        """The number of pages of sequences that are about to end, or have left."""
+        """The number of pages that will soon be free: of sequences that are about to end, or have left."""
         ending = (sequence for sequence in self._running if sequence.ends_in_flight)
         return sum(len(sequence.pages) for sequence in (*self._leaving, *ending))
 
@@ -284,12 +284,10 @@ class DecodeBatch:
         return [sequence for sequence in reversed(self._running) if not sequence.ends_in_flight]
 
     def _make_room(self, sequence: Sequence) -> int:
-        """Preempt one sequence, maybe `sequence` itself, so that `sequence` can grow.
+        """Preempt one sequence, perhaps `sequence` itself, so that `sequence` can grow.
 
-        Returns the number of pages that come free.
-
-        Preempts the newest sequence that yields to `sequence`; if none does, the newest one to which
-        `sequence` does not yield.
+        The newest sequence is preempted that yields to `sequence`; if none does, the newest one to which
+        `sequence` does not yield. Returns the number of pages that become free.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
@@ -308,8 +306,7 @@ class DecodeBatch:
         return len(last.pages)
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Return whether a sequence fits into all pages, with its full pages at a helper as far as it has
-        some."""
+        """Return whether a sequence that is alone has enough device pages, perhaps some at a helper."""
         return sequence.num_pages_needed(self._kv.page_size) <= self._most_pages(sequence)
 
     def _most_pages(self, sequence: Sequence) -> int:
@@ -323,7 +320,7 @@ class DecodeBatch:
     # -- admission ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit sequences in order, while there are batch slots and pages. One page is kept for growth."""
+        """Admit sequences in order while there are batch slots and pages. One page is kept for growth."""
         kv = self._kv
         while self._waiting:
             sequence = self._first_waiting()
@@ -353,8 +350,11 @@ class DecodeBatch:
         return len(self._running) + len(self._loading) + len(self._prepared)
 
     def _first_waiting(self) -> Sequence:
-        """Return the next sequence to admit: among the waiting sequences with the priority of the first one,
-        the one whose tenant and answer have the smallest share."""
+        """Return the next sequence to admit.
+
+        Among waiting sequences with the priority of the first one, it is that of the tenant and answer with
+        the smallest share.
+        """
         if len(self._waiting) == 1:
             return self._waiting[0]
         priority, shares = self._waiting[0].request.priority, self._shares()
@@ -362,10 +362,10 @@ class DecodeBatch:
         return min(equals, key=shares.fractions)
 
     def _preempted_for(self, claim: Sequence, num_pages: int, num_full: int) -> list[Sequence]:
-        """Return the sequences to preempt so that `claim` gets a slot and its pages; none if preemption
-        cannot help.
+        """Return the sequences to preempt so that `claim` gets a slot and `num_pages` pages.
 
-        Each is the newest sequence of the tenant or answer that has most.
+        Each is the newest sequence of the tenant or answer with the largest share. The list is empty if
+        preemption cannot help.
         """
         shares, chosen = self._shares(), list[Sequence]()
         num_slots = self._num_slots_taken

@@ -1,9 +1,9 @@
-"""Fair shares of a decode batch: which sequence is preempted for another one.
+"""Fair shares of a decode batch: the rule which sequence is preempted for another one.
 
 Tenants have equal shares, and so have the answers within a tenant, however many choices each has. A share is
 the fraction of the slots or of the pages, whichever is larger (dominant resource fairness, Ghodsi et al.,
-NSDI 2011). A waiting sequence preempts a sequence of another tenant only if the other tenant then still has
-no less than its own: a step towards max-min fairness, as at the Conductor
+NSDI 2011). A waiting sequence preempts a sequence of another tenant only if afterwards the other tenant's
+share is not smaller than its own tenant's: a step towards max-min fairness, as at the Conductor
 (`conductor.requests.preemption`). So any tenant may use an idle slot, and sequences are not swapped back and
 forth.
 
@@ -43,16 +43,18 @@ class BatchShares:
         self._count(sequence, -1)
 
     def fractions(self, sequence: Sequence) -> BatchFractions:
-        """Return the fractions of a sequence's tenant and answer. A waiting sequence itself is not
-        counted."""
+        """Return the fractions of the tenant and of the answer of a sequence.
+
+        The sequence itself counts only if it is in the batch.
+        """
         flow = sequence.request.flow
         return BatchFractions(self._fraction(flow.tenant), self._fraction(flow))
 
     def yields(self, other: Sequence, claim: Sequence, num_slots: int, num_pages: int) -> bool:
-        """Return whether `other`, which is in the batch, yields to `claim`, which needs `num_slots` slots and
-        `num_pages` pages more.
+        """Return whether `other`, which is in the batch, yields to `claim`.
 
-        No sequence yields to one with a higher priority number.
+        `claim` needs `num_slots` more slots and `num_pages` more pages. No sequence yields to a sequence with
+        a higher priority number.
         """
         if other.request.priority < claim.request.priority:
             return False

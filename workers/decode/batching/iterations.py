@@ -1,13 +1,13 @@
 """Iterations of decoding, one behind the other: while one runs, the next is planned.
 
-As soon as an iteration has ended, the device thread begins the next one with its tokens, before the event
-loop sees these tokens. Until then the planned iteration can be taken back and planned anew, with
-sequences that were loaded meanwhile.
+When an iteration has ended, the device thread begins the next one with its tokens, before the event loop sees
+these tokens. Before that, the planned iteration can be cancelled and planned anew, with sequences that were
+loaded meanwhile.
 
 Where a helper has some of the layers, this instance and the helper form a pipeline: the batch is decoded in
 two micro-batches, and while the helper has one of them, the device thread computes with the other one.
 
-Owns: the way of tokens from one iteration to the next. Does not know: which sequences are decoded, and why.
+Owns: the tokens between one iteration and the next. Does not know: which sequences are decoded, and why.
 """
 
 import asyncio
@@ -34,15 +34,18 @@ from workers.groups.followers import Followers
 from workers.groups.rank_messages import DecodePass, PassChunk
 
 _MOST_AT_HELPER = 2
-"""Iterations at a helper at the same time: one that it computes, and one whose answer has not been taken."""
+"""The most iterations at a helper at the same time.
+
+The helper computes one of them; the answer of the other one has not been taken yet.
+"""
 _PLANNING_S = 0.003
-"""Seconds for which the device thread waits for a plan before waiting for the helper."""
+"""Seconds for which the device thread waits for a plan, before it waits for the helper instead."""
 
 
 class PlannedChunk(NamedTuple):
     """The next `num_tokens` tokens of a sequence in an iteration.
 
-    They are tokens of the prompt or, when the sequence is being decoded, its newest token.
+    They are tokens of its prompt, or its newest token when the sequence is being decoded.
     """
 
     sequence: Sequence
@@ -53,7 +56,7 @@ class PlannedChunk(NamedTuple):
 class Computed(NamedTuple):
     """The result of an iteration for one sequence: tokens before `end` have KVCache, and `token` was drawn.
 
-    No token is drawn before the end of the prompt. `logprobs` are those of the token, if the request wants
+    `token` is None before the end of the prompt. `logprobs` are those of the token, if the request wants
     them.
     """
 
@@ -66,8 +69,8 @@ class Computed(NamedTuple):
 class Iteration:
     """One iteration over `planned` chunks.
 
-    `before` is the iteration in flight that draws input tokens of this one, `beside` an iteration in flight
-    with other sequences; None: there is none.
+    `before` is the iteration in flight that draws input tokens of this iteration. `beside` is an iteration in
+    flight with other sequences. Either is None if there is no such iteration.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Iteration:
     ) -> None:
         self.sequences = [chunk.sequence for chunk in planned]
         self.ends = [chunk.sequence.next_start + chunk.num_tokens for chunk in planned]
-        """Number of tokens of each sequence that have KVCache after the iteration."""
+        """The number of tokens of each sequence that have KVCache after the iteration."""
         decoded = [end for chunk, end in zip(planned, self.ends, strict=True) if not chunk.of_prompt]
         self.num_decoded, self.num_kv_tokens = len(decoded), sum(decoded)
         """The number of decoded sequences, and the number of their tokens that have KVCache afterwards."""
@@ -91,7 +94,7 @@ class Iteration:
         self.began_s = self.forward_began_s = self.ended_s = self.forward_s = 0.0
         self._sent: PassAtHelper | None = None
         self.is_lost = False
-        """Whether the iteration has no results, as the helper that has some of the modules did not answer."""
+        """Whether the iteration has no results, because a helper that has modules did not answer."""
         self._tokens: list[int] = []
         """The drawn tokens, one for each draw; empty until the iteration has ended."""
         self._logprobs: dict[int, TokenLogprobs] = {}
@@ -103,14 +106,17 @@ class Iteration:
         ]
         self._draw_of = {self.sequences[row]: draw for draw, row in enumerate(drawing)}
         self.before = before
-        """The iteration that draws input tokens of this one; None without one, and after `begin`."""
+        """The iteration that draws input tokens of this one; None if there is none, and after `begin`."""
         self._unknown = [row for row, sequence in enumerate(self.sequences) if sequence.draws_in_flight]
-        """Rows whose input tokens `before` draws."""
+        """Rows whose input tokens are drawn by `before`."""
         self._batch = executor.prepare([_next_chunk(*chunk[:2]) for chunk in planned])
         self._draws = Draws([_row(self.sequences[row], self.ends[row]) for row in drawing], drawing)
 
     def begin(self) -> None:
-        """Fill in the tokens of `before`, which has ended. To be called on the device thread."""
+        """Begin the iteration: fill in the tokens of `before`, which has ended.
+
+        To be called on the device thread.
+        """
         self.began_s = time.perf_counter()
         self.is_lost = self.before is not None and self.before.is_lost
         if self.before is not None and self._unknown and not self.is_lost:
@@ -123,10 +129,10 @@ class Iteration:
         self.forward_began_s = time.perf_counter()
 
     def send_to_helper(self) -> bool:
-        """Compute the layers before those of a helper, after `begin`, and send the pass to the helper.
+        """Compute the layers before the helper's layers, and send the pass to the helper.
 
-        Returns whether the pass was sent. Then `run` is to be called when the helper's turn comes, else at
-        once.
+        To be called after `begin`. Returns whether the pass was sent. If it was, `run` is to be called when
+        the helper's turn comes, otherwise at once.
         """
         if self.is_lost:
             return False
@@ -139,7 +145,7 @@ class Iteration:
     def run(self) -> None:
         """Compute the iteration, after `begin` or `send_to_helper`, on the device thread.
 
-        The other ranks compute it too, when a message announces it.
+        Other ranks compute the iteration too, when they get a message about it.
         """
         if self.is_lost:
             return
@@ -191,7 +197,8 @@ class Iterations:
     """The iterations of a batch.
 
     At most one is planned, and at most one runs. The planned one begins as soon as the running one has ended,
-    so `receive` may return two. Where a helper has layers, up to `_MOST_AT_HELPER` more are with the helper.
+    so `receive` may return two. Where a helper has layers, up to `_MOST_AT_HELPER` other iterations are with
+    the helper.
     """
 
     def __init__(
@@ -208,16 +215,21 @@ class Iterations:
         self._planned: Iteration | None = None
         self._is_closing = False
         self._in_flight: list[Iteration] = []
-        """Iterations that have begun and were not received, in order."""
+        """Iterations that have begun and that `receive` has not returned yet, in order."""
         self._at_helper: deque[Iteration] = deque()
-        """The iterations in flight whose rest is to be computed when the helper has answered."""
+        """Iterations in flight that are at the helper.
+
+        Their remaining layers are computed when it has answered.
+        """
         self._num_idle_calls = 0
-        """Calls on the device thread, or queued for it, that have taken no iteration yet."""
+        """The number of calls that run or wait on the device thread and have taken no iteration yet."""
         self._calls: deque[Future[Iteration | None]] = deque()
 
     def receive(self) -> list[Iteration]:
-        """Return the iterations that have ended since the last call. A planned iteration that has not begun
-        is cancelled."""
+        """Return the iterations that have ended since the last call.
+
+        A planned iteration that has not begun is cancelled.
+        """
         with self._lock:
             planned, self._planned = self._planned, None
         ended = []
@@ -246,8 +258,10 @@ class Iterations:
         return bool(self._in_flight)
 
     def turn(self, ready: list[Sequence]) -> list[Sequence]:
-        """Return the ready sequences that the next iteration is to have: all, or half of them where a helper
-        has layers. To be called after `receive`."""
+        """Return the ready sequences that the next iteration shall have. To be called after `receive`.
+
+        Where a helper has layers, these are half of the sequences, otherwise all.
+        """
         if not self._executor.has_helper_for_layers:
             return ready
         newest = self._in_flight[-1] if self._in_flight else None
@@ -255,7 +269,7 @@ class Iterations:
         return (others or ready)[: -(-len(ready) // 2)]
 
     def plan(self, chunks: list[PlannedChunk]) -> None:
-        """Plan the next iteration, of sequences that `turn` has returned; to be called after `receive`."""
+        """Plan the next iteration, with sequences that `turn` has returned. To be called after `receive`."""
         before = beside = None
         for iteration in self._in_flight:
             if any(iteration.draws(chunk.sequence) for chunk in chunks):
@@ -271,7 +285,7 @@ class Iterations:
             self._call(loop)
 
     async def close(self) -> None:
-        """Wait until no iteration runs, however often the caller is cancelled."""
+        """Wait until no iteration runs, even if the caller is cancelled."""
         with self._lock:
             self._planned, self._is_closing = None, True
             self._lock.notify()
@@ -282,8 +296,10 @@ class Iterations:
             await asyncio.wait([asyncio.wrap_future(call) for call in running])
 
     def _call(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Queue calls on the device thread: one for each iteration that is to begin or go on. The caller
-        holds the lock."""
+        """Queue calls on the device thread: one for each iteration that is to begin or go on.
+
+        The caller holds the lock.
+        """
         for _ in range(self._num_idle_calls, len(self._at_helper) + (self._planned is not None)):
             self._num_idle_calls += 1
             call = self._executor.submit(lambda: self._begin_or_go_on(loop))
@@ -291,9 +307,9 @@ class Iterations:
             call.add_done_callback(lambda ended: self._after_call(ended, loop))
 
     def _begin_or_go_on(self, loop: asyncio.AbstractEventLoop) -> Iteration | None:
-        """Begin the planned iteration, or go on with the oldest one whose helper has answered.
+        """Begin the planned iteration, or go on with the oldest one at the helper.
 
-        Returns an iteration that has ended, if there is one.
+        Returns an iteration that has ended; None if none has.
         """
         with self._lock:
             if 0 < len(self._at_helper) < _MOST_AT_HELPER:
@@ -326,17 +342,20 @@ class Iterations:
         return len(self._at_helper) < _MOST_AT_HELPER and iteration.before not in self._at_helper
 
     def _after_call(self, call: "Future[Iteration | None]", loop: asyncio.AbstractEventLoop) -> None:
-        """Call `on_turn` if nothing is planned, or if the call has failed: `receive` then raises its error.
+        """Call `on_turn` if no iteration is planned, or if the call has failed. `receive` raises the call's
+        error.
 
-        Otherwise the planned iteration begins now, and must not be taken back.
+        Otherwise the planned iteration begins now, and must not be cancelled.
         """
         if self._planned is None or call.exception() is not None:
             loop.call_soon_threadsafe(self._on_turn)
 
 
 def _next_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
-    """Return the next tokens without KVCache, or a placeholder for a token that the iteration in flight
-    draws."""
+    """Return the sequence's next tokens without KVCache.
+
+    A token that the iteration in flight draws is not known yet; the chunk then has a placeholder.
+    """
     start = sequence.next_start
     if sequence.draws_in_flight:
         return Chunk(sequence.tokens[-1:], start, sequence.pages)
@@ -353,8 +372,7 @@ def _announced(batch: Batch) -> DecodePass:
 
 
 def _row(sequence: Sequence, position: int) -> Row:
-    """Return the parameters of a sequence's next draw. The output is included only if rules of the draw need
-    it."""
+    """Return the input of a sequence's next draw. The output is included only if the draw's rules need it."""
     rules = sequence.rules
     output = sequence.output if rules is not None else ()
     return Row(sequence.request.sampling, position, rules, output)

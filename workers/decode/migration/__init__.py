@@ -1,1 +1,1 @@
-"""Migrations of running requests: what their source does, and their destination."""
+"""Moves between decode instances: migrations of running requests, and modules that a helper has."""

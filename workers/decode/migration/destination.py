@@ -1,4 +1,4 @@
-"""The destination of migrations: room and KVCache for a sequence while its source decodes it.
+"""The destination of migrations: a slot, pages and KVCache for a sequence while its source decodes it.
 
 The full blocks come through the pools, in rounds: each round loads the blocks behind those that are on the
 device already. The tokens behind the last full block are computed here, in the first iteration.
@@ -20,7 +20,7 @@ from workers.execution.executor import Executor
 
 
 class MigrationDestination:
-    """The sequences that migrate to one instance: `serve` each from its first order on."""
+    """The sequences that migrate to one instance. `serve` runs for each of them, from its first order on."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class MigrationDestination:
         self._executor, self._batch, self._blocks, self._runs = executor, batch, blocks, runs
         self._send = send
         self._orders: dict[Ref, asyncio.Queue[Prepare | TakeOver]] = {}
-        """Orders of sequences that are prepared."""
+        """The queued orders of each sequence that has come here."""
         self._taken_over: set[Ref] = set()
         self._now_s = asyncio.get_running_loop().time
 
@@ -43,7 +43,7 @@ class MigrationDestination:
         return self._orders.keys() - self._taken_over
 
     def follow_up(self, order: Prepare | TakeOver) -> bool:
-        """Pass on a further order. Returns whether its sequence is known here."""
+        """Pass on a further order about a sequence. Returns whether the sequence is known here."""
         orders = self._orders.get(order.ref)
         if orders is None:
             return False
@@ -54,7 +54,7 @@ class MigrationDestination:
         """Prepare a sequence, in as many rounds as are ordered, take it over, and decode it to its end.
 
         Raises NoRoomError if a batch slot, device pages or pool pages are missing; TransferError if blocks do
-        not come in time; PoolError if blocks are damaged.
+        not arrive in time; PoolError if blocks are damaged.
         """
         orders = self._orders[first.ref] = asyncio.Queue[Prepare | TakeOver]()
         orders.put_nowait(first)
@@ -87,7 +87,7 @@ class MigrationDestination:
         await self._send(Prepared(sequence.ref, sequence.num_cached_tokens))
 
     async def _load(self, sequence: Sequence, order: Prepare) -> None:
-        """Fetch and load the full blocks behind the loaded ones, as far as they can be fetched.
+        """Fetch and load the full blocks behind the loaded ones, as many as can be fetched.
 
         The newest token has no KVCache yet, so its block is not full.
         """

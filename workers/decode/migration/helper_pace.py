@@ -1,7 +1,8 @@
-"""The test whether a helper is too slow: iterations with it take longer than the TBT SLO allows, or than
-iterations without a helper did.
+"""The check whether a helper is too slow.
 
-Owns: the test, the measured iterations. Does not know: the clock, which modules the helper has, how they
+A helper is too slow if iterations take longer than the TBT SLO allows, or than they took without a helper.
+
+Owns: the check, the measured iterations. Does not know: the clock, which modules the helper has, how they
 return.
 """
 
@@ -12,21 +13,27 @@ from typing import NamedTuple
 from workers.decode.tbt_slo.tbt import TBTPredictor
 
 WINDOW_S = 10.0
-"""Seconds of a window, whose iterations are judged together. A window with fewer than `MIN_ITERATIONS` lasts
-longer."""
+"""The seconds of a window. The iterations in a window are judged together.
+
+A window with fewer than `MIN_ITERATIONS` lasts longer.
+"""
 MIN_ITERATIONS = 32
 LATE_SHARE = 0.9
-"""The share of a window's iterations that have to exceed the TBT SLO for the helper to be too slow."""
+"""The share of a window's iterations that must exceed the TBT SLO for the helper to count as too slow."""
 MOST_TIMES_AS_LONG = 1.25
 """The ratio to the predicted time without a helper above which an iteration counts as slowed down."""
 _NUM_COMPARED = 256
-"""The number of latest iterations without a helper whose largest batch bounds the batches that can be
-compared."""
+"""The number of latest iterations without a helper that are remembered.
+
+Iterations with a larger batch than all of these are not compared.
+"""
 
 
 class IterationTime(NamedTuple):
-    """The measured time of an iteration without prompts, with its sequences, their tokens, and their
-    strictest TBT SLO."""
+    """The measured time of an iteration without prompts.
+
+    `tbt_slo_s` is the strictest TBT SLO of its sequences; None if they have none.
+    """
 
     num_decoded: int
     num_kv_tokens: int
@@ -35,7 +42,7 @@ class IterationTime(NamedTuple):
 
 
 class WithoutHelper:
-    """The iterations of an instance without a helper, before and between its helpers."""
+    """The iterations of an instance while it has no helper, before and between its helpers."""
 
     def __init__(self) -> None:
         self._predictor = TBTPredictor()
@@ -47,14 +54,14 @@ class WithoutHelper:
         self._sizes.append((iteration.num_decoded, iteration.num_kv_tokens))
 
     def pace(self) -> "HelperPace":
-        """Return the pace of a new helper, to be compared with the iterations so far."""
+        """Return the pace of a new helper, which is compared with the iterations recorded so far."""
         most_decoded = max((num_decoded for num_decoded, _ in self._sizes), default=0)
         most_tokens = max((num_tokens for _, num_tokens in self._sizes), default=0)
         return HelperPace(copy.deepcopy(self._predictor), most_decoded, most_tokens)
 
 
 class HelperPace:
-    """The iterations with one helper.
+    """The iterations with one helper, compared with predicted iterations without the helper.
 
     `before` predicts iterations without the helper, for batches of at most `most_decoded` sequences and
     `most_tokens` tokens.
@@ -71,9 +78,10 @@ class HelperPace:
         return cls(TBTPredictor(), 0, 0)
 
     def ended(self, iteration: IterationTime, now_s: float) -> str:
-        """Record an iteration that ended at `now_s`. Returns why the helper is too slow; empty if it is not.
+        """Record an iteration that ended at `now_s`, and return why the helper is too slow; empty if it is
+        not.
 
-        The reason is returned once for all iterations of a window, at the window's end.
+        The reason covers all iterations of a window. It is returned with the window's last iteration.
         """
         if self._began_s is None:
             self._began_s = now_s
@@ -95,8 +103,7 @@ class HelperPace:
         self._num_compared = self._num_faster = self._num_slower = 0
 
     def _expected_s(self, iteration: IterationTime) -> float | None:
-        """Return the predicted seconds of an iteration without the helper; None for a larger batch than was
-        measured."""
+        """Return the predicted seconds of an iteration without the helper; None if there is no prediction."""
         num_decoded, num_tokens = iteration.num_decoded, iteration.num_kv_tokens
         if num_decoded > self._most_decoded or num_tokens > self._most_tokens:
             return None

@@ -1,10 +1,9 @@
-"""The move of modules to a helper or back: pages are copied to the memory of the next arrangement while they
-are in use.
+"""The move of modules to a helper or back, as a copy of the KVCache into memory of another arrangement.
 
-Pages that do not change any more are copied beforehand. The others are copied between two passes, and then
-the cache has its pages in the new arrangement, under the same numbers.
+Pages are copied while they are in use. Pages that do not change any more are copied first. The others are
+copied between two passes; then the cache has its pages in the new arrangement, under the same numbers.
 
-Owns: the memory of the next arrangement, until the cache has it. Does not know: which pages change, who the
+Owns: the memory of the new arrangement, until the cache has it. Does not know: which pages change, who the
 helper is.
 """
 
@@ -22,16 +21,19 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.errors import ModulesStayError
 
 _GROWTH_SHARE = 0.1
-"""Share of the pages that is expected to come into use while the others are copied."""
+"""The share of all pages that is expected to come into use during the move."""
 COPIED_BYTES = 64 << 20
-"""Bytes that are copied in one call, which cannot be given up."""
+"""The bytes that are copied in one call. A move cannot be given up in the middle of a call."""
 
 
 class KVCacheMove:
-    """A move of `kv` to `num_pages` pages, of which a helper has `helped` (None: nothing)."""
+    """A move of the cache `kv` to an arrangement with `num_pages` pages.
+
+    `helped` is the part of the new arrangement that a helper has; None if no helper has any part.
+    """
 
     def __init__(self, library: Library, kv: DeviceKVCache, num_pages: int, helped: Helped | None) -> None:
-        """Reserve the memory of the new pages. Raises OSError without memory."""
+        """Reserve the memory of the new pages. Raises OSError if there is not enough memory."""
         self._kv, self._helped = kv, helped
         moved = helped if isinstance(helped, MovedHeads) else None
         num_moved = 0 if moved is None else moved.layers[0].shape[1]
@@ -50,7 +52,7 @@ class KVCacheMove:
         assert before.remote is None or after.remote is None, "modules go from one helper to no other"
         self._before, self._after = before.remote, after.remote
         self._staged = after.staged if before.staged is None else before.staged
-        """Memory for pages of a helper on another host, some at a time."""
+        """Memory for some pages at a time of a helper on another host; None without such a helper."""
         pairs = [] if are_further else list(zip(before.pages, after.pages, strict=True))
         parts = [(source.tensor, target.tensor) for source, target in pairs]
         here = [not (source.is_staged or target.is_staged) for source, target in pairs]
@@ -66,7 +68,7 @@ class KVCacheMove:
         self._is_given_up = False
 
     def give_up(self) -> None:
-        """End `take_memory` and `copy` soon, with ModulesStayError."""
+        """Make `take_memory` and `copy` end soon. They raise ModulesStayError."""
         self._is_given_up = True
 
     @property
@@ -76,10 +78,10 @@ class KVCacheMove:
         return sum(end - start for start, end in self._expected_spans()) * len(self._own) + staged_bytes
 
     def take_memory(self) -> None:
-        """Have the operating system allocate the memory of pages that are expected to be in use. Blocking.
+        """Have the operating system allocate the memory of pages that are expected to be in use.
 
-        Otherwise the pause, and the first iterations behind it, would wait for the allocation. Raises
-        ModulesStayError if the move is given up.
+        Otherwise the pause, and the first iterations behind it, would wait for the allocation. The call
+        blocks. Raises ModulesStayError if the move is given up.
         """
         for start, end in self._expected_spans():
             for layer in self._own:
@@ -87,8 +89,10 @@ class KVCacheMove:
                 populate(layer.view(-1).view(torch.uint8)[start:end])
 
     def _expected_spans(self) -> list[tuple[int, int]]:
-        """Return the bytes of each own layer that will be in use when the move is complete: huge pages, of
-        the pages that are in use, and of those that come into use next."""
+        """Return the byte ranges of each own layer that are expected to be in use when the move is complete.
+
+        They are whole huge pages: of the pages in use, and of the pages that come into use next.
+        """
         if not self._own:
             return []
         used, num_pages = self._kv.used_pages(), len(self._own[0])
@@ -105,8 +109,8 @@ class KVCacheMove:
     def copy(self, pages: Sequence[int]) -> None:
         """Copy `pages` of all layers to the new memory.
 
-        Blocking; other threads may read the pages, but not write them. Raises TransferError if a helper on
-        another host is lost, and ModulesStayError if the move is given up.
+        The call blocks; other threads may read the pages, but not write them. Raises TransferError if a
+        helper on another host is lost, and ModulesStayError if the move is given up.
         """
         for begin in range(0, len(pages), self._pages_at_a_time):
             self._check()
@@ -117,7 +121,10 @@ class KVCacheMove:
             self.copied_bytes += len(some) * (self._copies.page_bytes + self._staging.page_bytes)
 
     def _copy_remote(self, pages: Sequence[int], staged: torch.Tensor) -> None:
-        """Copy `pages` of the helper's heads or layers, with `staged` for as many blocks."""
+        """Copy `pages` of the heads or layers that a helper on another host has or gets.
+
+        `staged` is memory for these pages on this host.
+        """
         if self._before is not None:
             self._before.read(pages, staged)
             self._staging.copy(range(len(pages)), pages)
@@ -126,17 +133,18 @@ class KVCacheMove:
             self._after.write(pages, staged)
 
     def _check(self) -> None:
-        """Raise ModulesStayError if the move is given up, or the helper is lost to which modules go."""
+        """Raise ModulesStayError if the move is given up, or if the helper that is to get modules is lost."""
         if self._is_given_up:
             raise ModulesStayError("the move was given up")
         if self._helped is not None and self._helped.owner.is_closed:
             raise ModulesStayError("the helper was lost before the move was complete")
 
     def complete(self) -> list[torch.Tensor]:
-        """Switch the cache to the new arrangement, and end the move. Returns the memory of the old one.
+        """Switch the cache to the new arrangement, and end the move. Returns the memory that is no longer
+        used.
 
-        To be called while nothing computes, when all used pages have been copied in their present state.
-        Raises ModulesStayError, with nothing changed, if the helper is lost to which modules go.
+        To be called while nothing computes, when all used pages have been copied in their present state. If
+        the helper that is to get modules is lost, raises ModulesStayError, and the cache is unchanged.
         """
         self._check()
         del self._copies, self._staging  # which have the old memory too
@@ -144,20 +152,29 @@ class KVCacheMove:
 
 
 class _HeadPages(NamedTuple):
-    """A head's pages of one layer, `[num_pages, 2, page_size, head_dim]`, or staged blocks of them."""
+    """One head's pages of one layer, `[num_pages, 2, page_size, head_dim]`.
+
+    If `is_staged`, the tensor is memory for some of a remote helper's pages.
+    """
 
     tensor: torch.Tensor
     is_staged: bool
 
 
 class _Heads:
-    """All heads of all layers in one arrangement. Those of a helper on another host are staged here."""
+    """All heads of all layers in one arrangement.
+
+    Heads of a helper on another host are in staged memory of this host.
+    """
 
     def __init__(self, layers: Sequence[torch.Tensor], helped: Helped | None, first: int) -> None:
-        """`layers` are those from `first` on, of which a helper has `helped`."""
+        """List the heads of `layers`, the first of which has the number `first`.
+
+        A helper has the part `helped`.
+        """
         self.remote = None if helped is None else helped.remote
         self.staged: torch.Tensor | None = None
-        """Memory for the blocks of the helper's pages."""
+        """Memory of this host for some pages of a remote helper; None without such a helper."""
         self.pages: list[_HeadPages] = []
         hosted = helped.layers if isinstance(helped, HostedLayers) else range(first, first + len(layers))
         if self.remote is not None:
@@ -169,7 +186,10 @@ class _Heads:
                 self._add(helped.layers[layer - first], layer - first)
 
     def _add(self, pages: torch.Tensor, position: int | None) -> None:
-        """Add the heads of a layer's pages, which are at the helper's `position` if a helper has them."""
+        """Add the heads of one layer's pages.
+
+        `position` is the layer's place at the helper, if the helper has it.
+        """
         if self.staged is not None and position is not None:
             self.pages += (_HeadPages(head, True) for head in self.staged[position].unbind(1))
         else:

@@ -2,7 +2,7 @@
 
 Requests go on meanwhile (`rearranger`). When a helper of this host is lost, its modules return too: their
 memory is still mapped by this process, and an iteration that the helper has not answered is computed again.
-With a helper on another host the KVCache of its modules is lost, and the session ends. The weights
+When a helper on another host is lost, the KVCache of its modules is lost, and the session ends. The weights
 of layers at a helper are freed, so that there is memory for more pages, and are loaded from the checkpoint
 before the layers return.
 
@@ -37,17 +37,20 @@ from workers.modules.link_messages import LINK_VERSION, HostModules
 from workers.modules.shared_parts import share_of
 
 _FEW_FREE_PAGES = 16
-"""Free pages of the owner below which full pages of running sequences go to a helper that has free ones."""
+"""The number of free pages below which full pages of running sequences are moved to a helper."""
 log = logging.getLogger(__name__)
 
 
 class ModuleMoves:
     """The modules of the instance `name`. `run` carries out orders one after the other.
 
-    `most_tokens` is the largest number of new tokens of an iteration. `most_pages` returns how many pages a
-    request here may need; `has_prompts` whether passes outside of the batch use pages. No such pass may
-    begin while `place` names a helper. `call_off` gives up a request that is to move here and is not decoded
-    yet.
+    Args:
+        most_tokens: The largest number of new tokens of an iteration.
+        helpers: What is needed to connect to helpers.
+        most_pages: Returns the largest number of pages that a request on this instance may need.
+        has_prompts: Returns whether passes outside of the batch use pages. No such pass may begin while
+            `place` names a helper.
+        call_off: Gives up a request that is to move to this instance and is not decoded here yet.
     """
 
     def __init__(
@@ -72,23 +75,23 @@ class ModuleMoves:
         self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow | _Divide] = asyncio.Queue()
         self._link: HelperLink | None = None
         self._is_lost = False
-        """Whether the helper is lost, and not all modules are back yet."""
+        """Whether the helper is lost while some modules have not returned yet."""
         self._without_helper, self._pace = WithoutHelper(), HelperPace.unknown()
         self.meter = MovesMeter()
         self._rearranger = Rearranger(executor, batch, transfers, loop, call_off, self.meter)
         self.place = ModulesPlace()
-        """The place of modules, as heartbeats tell it."""
+        """The place of the modules, in the form of heartbeats."""
 
     def order(self, order: PlaceModules) -> None:
-        """Queue an order behind earlier ones."""
+        """Queue an order behind all earlier orders."""
         self._orders.put_nowait(order)
 
     def lost(self) -> None:
-        """Stop iterations, as the helper is lost, until all modules are on this instance again.
+        """Stop iterations, because the helper is lost, until all modules are on this instance again.
 
-        A helper that was only stopped may go on, and write the results of the last iteration. The pages of
-        that iteration stay with their sequences until their copies are in use, so no other sequence gets them
-        before.
+        If the helper was only stopped, it may go on and write the results of the last iteration. So the pages
+        of that iteration stay with their sequences, and go to no other sequence, until the copies of the
+        pages are in use.
         """
         if self._executor.kv.is_helped and not self._is_lost:
             self._is_lost = True
@@ -118,8 +121,10 @@ class ModuleMoves:
             self._orders.put_nowait(_Slow(why))
 
     def recheck(self) -> None:
-        """Look whether pages have been freed or loaded, or are needed here. Call this in each turn of the
-        loop."""
+        """Check whether pages have been freed or loaded, or are needed.
+
+        To be called in each turn of the batch loop.
+        """
         self._rearranger.recheck()
         kv = self._executor.kv
         if kv.hosted_pages is None or self.place.is_moving or self._orders.qsize():
@@ -164,7 +169,7 @@ class ModuleMoves:
             self._tell(is_moving=False, error=str(error))
 
     async def _move(self, order: PlaceModules) -> None:
-        """Move modules to a helper. Raises ModulesStayError, and then the modules are on this instance."""
+        """Move modules to a helper. If this raises ModulesStayError, the modules are on this instance."""
         if self._executor.kv.is_helped:
             raise ModulesStayError(f"{self.place.part.what} are at {self.place.helper}")
         if self._executor.kv.num_lent_pages:
@@ -186,7 +191,7 @@ class ModuleMoves:
         await self._divide()
 
     async def _divide(self) -> None:
-        """Move full pages of running sequences to a helper that has pages of sequences."""
+        """Move full pages of running sequences to a helper that can have pages of sequences."""
         if self._executor.kv.hosted_pages is None or self._is_lost:
             return
         try:
@@ -225,8 +230,10 @@ class ModuleMoves:
         return link
 
     def _most_pages_without(self, request: HostModules) -> int:
-        """Return how many pages fit into the memory of all pages, and of weights that are freed, once the
-        part is at the helper."""
+        """Return how many pages this instance has memory for once the helper has the part in `request`.
+
+        The memory of all present pages is counted, and the memory of weights that can be freed.
+        """
         kv, model = self._executor.kv, self._executor.model
         num_pages = Fraction(kv.num_own_pages)
         if request.part.layers is not None:
@@ -235,7 +242,7 @@ class ModuleMoves:
         return math.floor(num_pages / (1 - share_of(request, model)))
 
     async def _take_back(self, why: str) -> None:
-        """Move all modules back to this instance, as the helper is too slow."""
+        """Move all modules back to this instance, because the helper is too slow. `why` is for the log."""
         if not self._executor.kv.is_helped or self._is_lost:
             return
         reason = f"{self.place.helper} was slow, and {self.place.part.what} are here again: {why}"
@@ -249,7 +256,10 @@ class ModuleMoves:
         self._tell(is_moving=False, error=reason)
 
     async def _return(self, outcome: str) -> None:
-        """Move all modules back to this instance while the helper still computes. Raises ModulesStayError."""
+        """Move all modules back to this instance while the helper still computes. Raises ModulesStayError.
+
+        `outcome` is the outcome for the counters (`MOVE_OUTCOMES`).
+        """
         kv = self._executor.kv
         if (num_pages := self._most_pages()) > kv.num_own_pages:
             raise ModulesStayError(
@@ -272,7 +282,7 @@ class ModuleMoves:
         await self._end_hosting(outcome)
 
     async def _come_back(self, reason: str) -> None:
-        """Move all modules back to this instance, as the helper is lost. No iteration runs meanwhile.
+        """Move all modules back to this instance, because the helper is lost. No iteration runs meanwhile.
 
         Raises SessionLostError if they cannot return.
         """
@@ -295,8 +305,10 @@ class ModuleMoves:
         self._tell(is_moving=False, error=reason)
 
     def _kvcache_lost(self, reason: str) -> SessionLostError:
-        """Return the error that the KVCache of a helper on another host is lost, and with it all requests
-        here."""
+        """Return the error for a lost helper on another host.
+
+        Its KVCache is lost, and with it all requests of this instance.
+        """
         return SessionLostError(f"{reason}, and with it the KVCache of {self.place.part.what}")
 
     async def _end_hosting(self, outcome: str) -> None:
@@ -332,7 +344,7 @@ class _Lost(NamedTuple):
 
 
 class _Divide(NamedTuple):
-    """An entry in the queue of orders: few pages are free here, and some at the helper."""
+    """An entry in the queue of orders: few pages are free on this instance, and some at the helper."""
 
 
 class _Slow(NamedTuple):

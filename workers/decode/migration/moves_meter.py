@@ -10,7 +10,7 @@ from mooncake.messages.migration import PAUSE_BOUNDS_S, MovesStats
 
 
 class MovesMeter:
-    """Counters of one session."""
+    """The totals of one session."""
 
     def __init__(self) -> None:
         self._num_moves: Counter[str] = Counter()
@@ -23,7 +23,7 @@ class MovesMeter:
         self._num_moves[outcome] += 1
 
     def paused(self, seconds: float) -> None:
-        """Record that no iteration began for so long."""
+        """Record that no iteration began for this number of seconds."""
         self._num_pauses[bisect_left(PAUSE_BOUNDS_S, seconds)] += 1
         self._pause_s += seconds
 
@@ -33,5 +33,5 @@ class MovesMeter:
 
     @property
     def stats(self) -> MovesStats:
-        """The totals as heartbeats carry them."""
+        """The totals in the form of heartbeats."""
         return MovesStats(dict(self._num_moves), self._copied_bytes, list(self._num_pauses), self._pause_s)

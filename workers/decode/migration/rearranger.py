@@ -1,7 +1,7 @@
 """Rearrangement of the device pages while requests go on, when modules move to a helper or back.
 
-Full pages, which no iteration writes any more, are copied beside iterations; the others between two
-iterations, when the KVCache switches to the new arrangement.
+Full pages, which no iteration writes any more, are copied while iterations run. The others are copied between
+two iterations, when the KVCache switches to the new arrangement.
 
 Owns: what is copied when, the pause of iterations, the pages that must be free before. Does not know: why
 modules move, helpers.
@@ -32,21 +32,21 @@ from workers.execution.jobs import wait_to_end
 
 _MIB = 1 << 20
 _FEW_PAGES = 32
-"""Full pages that may remain to be copied in the pause between two iterations."""
+"""The number of full pages that may remain to be copied in the pause between two iterations."""
 _MOST_ROUNDS = 4
-"""The most rounds of copies beside iterations."""
+"""The most rounds of copies while iterations run."""
 _LOADING_TIMEOUT_S = 1.0
 """Seconds for which a move waits for pages that are being loaded, so that they need no copy in the pause."""
 _FREEING_TIMEOUT_S = 30.0
-"""Seconds for which `free_in_time` waits."""
+"""Seconds for which `free_in_time` waits for pages to be freed."""
 _NICENESS = 5
-"""Niceness that the copying thread has more than its process: it gets a quarter of a shared core."""
+"""How much nicer the copying thread is than its process. It then gets a quarter of a core that it shares."""
 
 
 class Rearranger:
     """The rearrangements of one instance's device pages, one at a time.
 
-    `call_off` gives up a request that is to move here and is not decoded yet.
+    `call_off` gives up a request that is to move to this instance and is not decoded here yet.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Rearranger:
         self._thread = ThreadPoolExecutor(1, "modules-move", _be_nice)
 
     def close(self) -> None:
-        """End the thread, after the call that is in progress."""
+        """End the thread after its current call. Does not wait."""
         self._thread.shutdown(wait=False)
 
     def recheck(self) -> None:
-        """Look whether pages have been freed or loaded. Call this in each turn of the loop."""
+        """Check whether pages have been freed or loaded. To be called in each turn of the batch loop."""
         self._turn_taken.set()
 
     async def free_in_time(self, num_pages: int) -> None:
-        """Wait until the pages from `num_pages` on are freed, as `free_beyond` does.
+        """Free the pages with the number `num_pages` and higher, as `free_beyond` does.
 
-        Raises ModulesStayError if that takes too long.
+        Raises ModulesStayError if that takes longer than `_FREEING_TIMEOUT_S`.
         """
         try:
             async with asyncio.timeout(_FREEING_TIMEOUT_S):
@@ -88,10 +88,10 @@ class Rearranger:
             ) from None
 
     async def free_beyond(self, num_pages: int) -> None:
-        """Free the pages from `num_pages` on, and wait until nobody uses them.
+        """Free the pages with the number `num_pages` and higher, and wait until nothing uses them.
 
-        Running sequences that have such pages are preempted. Sequences that have such pages because they are
-        to migrate here are given up, and stay at their sources.
+        Running sequences that have such pages are preempted. Sequences that are prepared to migrate here and
+        have such pages are given up, and stay at their sources.
         """
         self._kv.close_from(num_pages)
         while self._kv.used_pages(num_pages):
@@ -103,9 +103,10 @@ class Rearranger:
             await self._turn_taken.wait()
 
     def begin(self, num_pages: int, helped: Helped | None) -> KVCacheMove:
-        """Begin a rearrangement to `num_pages` pages, of which a helper has `helped`.
+        """Begin a rearrangement to `num_pages` pages, of which a helper has the part `helped`.
 
-        Raises ModulesStayError without memory for the pages, or for the weights of layers that come back.
+        Raises ModulesStayError if there is no memory for the pages, or for the weights of layers that come
+        back.
         """
         try:
             move = KVCacheMove(self._model.library, self._kv, num_pages, helped)
@@ -123,9 +124,10 @@ class Rearranger:
         return move
 
     async def pre_copy(self, move: KVCacheMove) -> set[FullPage]:
-        """Copy full pages beside iterations, in rounds, until few are left. Returns the copied pages.
+        """Copy full pages while iterations run, in rounds, until few are left. Returns the copied pages.
 
-        Raises ModulesStayError if the helper is lost to which modules go, and TransferError.
+        Raises ModulesStayError if the helper that is to get modules is lost, and TransferError if a helper on
+        another host is lost.
         """
         copied, num_rounds = set[FullPage](), 0
         await self.beside(move.take_memory, move.give_up)
@@ -148,10 +150,10 @@ class Rearranger:
         return copied
 
     async def switch(self, move: KVCacheMove, copied: set[FullPage]) -> None:
-        """Copy the other used pages between two iterations, and switch to the new arrangement there.
+        """Copy the remaining used pages between two iterations, and switch to the new arrangement.
 
-        `copied` are pages of earlier copies: those that are still full are not copied again. Raises errors as
-        `pre_copy` does, and then iterations go on in the arrangement before.
+        `copied` are pages of earlier copies. Those that are still full are not copied again. Raises errors as
+        `pre_copy` does; then iterations go on in the old arrangement.
         """
         async with self._transfers.paused():
             self.hold()
@@ -169,10 +171,10 @@ class Rearranger:
         self._kv.take_memory_beside()
 
     async def divide(self) -> None:
-        """Move full pages of running sequences to a helper that has pages of sequences; none if the helper
-        is lost meanwhile.
+        """Move full pages of running sequences to a helper that has pages of sequences.
 
-        Raises TransferError if a helper on another host is lost.
+        If the helper is lost meanwhile, no pages move. Raises TransferError if a helper on another host is
+        lost.
         """
         kv, divisions = self._kv, self._batch.begin_division()
         if not divisions:
@@ -205,8 +207,10 @@ class Rearranger:
             self._batch.drop_division(divisions)
 
     async def beside(self, call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:
-        """Run a blocking call while iterations go on. This returns after the call, even if cancelled;
-        `on_cancel` may shorten the call."""
+        """Run a blocking call on another thread, while iterations go on.
+
+        This returns after the call, even if the caller is cancelled. `on_cancel` may shorten the call.
+        """
         await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call), on_cancel)
 
     def hold(self) -> None:
@@ -223,12 +227,14 @@ class Rearranger:
 
 
 async def at_once(call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:
-    """Run a blocking call on a thread of normal priority, after the caller has stopped iterations. The call
-    runs to its end even if the caller is cancelled; `on_cancel` may shorten it."""
+    """Run a blocking call on a thread of normal priority, after the caller has stopped iterations.
+
+    The call runs to its end even if the caller is cancelled. `on_cancel` may shorten it.
+    """
     await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call)), on_cancel)
 
 
 def _be_nice() -> None:
-    """Lower the priority of the calling thread alone: the process's other threads have cores first."""
+    """Lower the priority of the calling thread alone, so that the process's other threads go first."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -1,9 +1,8 @@
-"""The source of migrations: a sequence's blocks are stored in this instance's pool while the sequence is
-being decoded, then the sequence leaves.
+"""The source of migrations: a sequence's blocks are stored in the pool while it is decoded, then it leaves.
 
 Orders come at any time. The sequence's own task copies its pages: the task waits in `copying_until` while the
-sequence is in the batch or waits to be admitted, and carries out orders there. Orders for a sequence whose
-KVCache is not complete yet wait until then.
+sequence is in the batch or waits to be admitted, and carries out orders there. An order for a sequence whose
+KVCache is not complete waits until it is.
 
 Owns: the answers to `PreCopy`, when a sequence leaves. Does not know: destinations, what is handed over.
 """
@@ -20,9 +19,9 @@ from workers.decode.sequence import PRE_COPY, CopyTimes, Sequence
 
 
 class MigrationSource:
-    """The migration orders to one instance.
+    """The handler of the migration orders to one instance.
 
-    An order for an unknown sequence is dropped, as the sequence has just ended.
+    An order for an unknown sequence is dropped, because the sequence has just ended.
     """
 
     def __init__(
@@ -39,8 +38,7 @@ class MigrationSource:
         self._now_s = asyncio.get_running_loop().time
 
     def pre_copy(self, order: PreCopy) -> None:
-        """When the sequence has `order.num_tokens` tokens, store those of its full blocks that the pool
-        lacks."""
+        """Store the sequence's full blocks that the pool lacks, once it has `order.num_tokens` tokens."""
         sequence = self._sequences.get(order.ref)
         if sequence is not None:
             sequence.copy_at = order.num_tokens
@@ -58,7 +56,7 @@ class MigrationSource:
             self._changed.set()
 
     async def copying_until(self, event: asyncio.Event, sequence: Sequence) -> None:
-        """Wait for `event`, and carry out orders to store the sequence's blocks meanwhile."""
+        """Wait for `event`. Meanwhile carry out orders to store the sequence's blocks."""
         while not event.is_set():
             await _first_set(event, sequence.copy_due)
             if not event.is_set():
@@ -67,7 +65,7 @@ class MigrationSource:
                 await self._pre_copy(sequence)
 
     async def _pre_copy(self, sequence: Sequence) -> None:
-        """Store the full blocks of a sequence that is running or was preempted, and answer `PreCopied`.
+        """Store the full blocks of a sequence that is running or was preempted, and answer with `PreCopied`.
 
         A pool without room is no failure: the destination then finds fewer blocks.
         """
