@@ -15,10 +15,10 @@ left open by the paper:
              takes
     line 14  a fetch must also be quicker than computing what it brings (section 6.2)
 
-The listing's pair competes with each decode instance that inlines prompts (section 5; Sarathi-Serve, OSDI
-2024): no KVCache moves there, but chunks of the prompt share iterations with the requests that are being
-decoded. The candidate that adds the least waiting is chosen. Added waiting is the wait of the request for
-its first token, plus the waits of the requests that it delays.
+The listing chooses a prefill and a decode instance. The alternative is one decode instance that inlines the
+prompt (section 5; Sarathi-Serve, OSDI 2024). Then no KVCache is transferred, but chunks of the prompt share
+iterations with the requests that this instance is decoding. The alternative that adds less waiting is chosen.
+Added waiting is the request's own wait for its first token, plus the time by which it delays other requests.
 
 Lines 25 to 27 are in `conductor.admission.overload`. Lines 28 to 30 are the prefix source in the order to
 prefill.
@@ -137,16 +137,19 @@ class Scheduler:
 
         Args:
             request: The request to place.
-            now_s: The time.
+            now_s: The present time in seconds.
             refused_by: Names of decode instances that have refused the request. One of them is chosen only if
-                no other one has room.
-            tbt_slo_s: The strictest TBT SLO of the requests that may share its batch; None without any.
-            may_compute_again: Whether only the request's TTFT counts. Then no time is charged for computing
-                blocks that are coming elsewhere.
-            inlined: Whether the prompt is to be inlined or to get a pair; None for what adds less waiting.
+                no other instance has room.
+            tbt_slo_s: The strictest TBT SLO, in seconds, among requests that would share iterations with an
+                inlined prompt; None if they have none.
+            may_compute_again: Whether to compare instances by the request's TTFT alone. Otherwise an instance
+                is also charged for the time in which it would compute blocks that earlier prompts will
+                compute on other instances.
+            inlined: True for an instance that inlines the prompt, False for a pair, None for the choice that
+                adds less waiting.
 
         Returns:
-            The pair with its predicted times; None if no pair has room.
+            The chosen instances and the predicted times; None if no instance or pair has room.
         """
         view, layout = self._view, self._view.layout
         if layout is None:

@@ -23,7 +23,7 @@ class WriteRefused(Exception):
 
 
 class GrantWriter(Protocol):
-    """The interface by which a `WriteTarget` speaks to a peer with an open transfer."""
+    """The interface through which a `WriteTarget` reaches a peer that writes to a grant."""
 
     name: str
 
@@ -31,15 +31,15 @@ class GrantWriter(Protocol):
         """Tell the peer to stop writing to this grant."""
 
     def completed(self, grant_id: int) -> None:
-        """Close the pages of this grant to the peer, as all of them are complete."""
+        """Close the pages of this grant to the peer, because all of them are complete."""
 
 
 class WriteTarget(Protocol):
     """The interface of the owner of pages to which remote writes go.
 
-    Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
-    not be given to another owner in between. These three calls get the same `heads`: the heads of its layer
-    that `entry` has; None for all heads of this side.
+    Every `begin` that returns a view is followed by exactly one `complete` or `abandon`. Until then the page
+    must not be given to another owner. All three calls get the same `heads`: the KV heads, of the entry's
+    layer, whose bytes the entry has; None if it has all heads of this side.
     """
 
     def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
@@ -127,8 +127,10 @@ class ReadSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """This side's segment, where peers of this host write granted pages and read sealed pages, and its copy
-    table."""
+    """This side's segment and its copy table, opened to peers of this host.
+
+    Peers write granted pages and read sealed pages in the segment.
+    """
 
     copy_table: CopyTable
     fd: int

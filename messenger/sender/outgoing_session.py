@@ -42,20 +42,28 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 16
-"""The most pending requests of one class: in flight or queued. Further callers wait."""
+"""The most pending requests of one class, in flight or queued. Callers with further requests wait."""
 _NUM_LOST_LANES = 64
-"""The number of lost lanes that are remembered, as the receiver may not have noticed their loss."""
+"""The number of lost lanes that are remembered, because the receiver may not have noticed their loss."""
 _YIELDED_TURNS = 2
-"""Turns of the event loop left to a served caller: one until it runs, one for the work that it starts."""
+"""Turns of the event loop for which lanes send no bulk after a latency request was completed.
+
+The request's caller runs in the first turn, and the work that it starts runs in the second.
+"""
 _MOST_LANES_LOST = 4
-"""If this many lanes are lost in a row with the same request in flight, the request counts as the cause."""
+"""The number of lanes lost in a row after which a request counts as the cause.
+
+The request was in flight on each of these lanes.
+"""
 SESSION_BYTES = 16
 """Bytes of the random name of a session."""
 
 
 class OutgoingSession:
-    """A session with one messenger. The session ends with its last lane; the next caller begins another
-    session."""
+    """A session with one messenger.
+
+    It ends with its last lane; then the next caller begins another session.
+    """
 
     def __init__(self, name: str, traffic: Traffic) -> None:
         self.name = name
@@ -93,8 +101,10 @@ class OutgoingSession:
         return self._lanes[0].layout
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """Return how many bytes to request at once. For bulk the number is small, so that latency requests
-        are not held up."""
+        """Return how many bytes to request at once.
+
+        For bulk the number is small, so that latency requests are not held up.
+        """
         return self._queues.frame_bytes(urgency, self._now_s())
 
     @property
@@ -162,8 +172,10 @@ class OutgoingSession:
             self._lanes[0].post(close, may_wait=close.reason is None)
 
     def _announce(self) -> None:
-        """Tell the peer of transfers that have not written yet, so that a loss of this session fails their
-        grants."""
+        """Tell the peer of transfers that have not written yet.
+
+        Then a loss of this session fails their grants.
+        """
         self._announcement = None
         for transfer in self._transfers.values():
             self._announce_one(transfer)
@@ -246,8 +258,10 @@ class OutgoingSession:
             await lane.take_turns(request)
 
     def _track(self, request: LaneRequest, limit: asyncio.Semaphore) -> None:
-        """Count a request as pending until it is done. Then another request of its class can become
-        pending."""
+        """Count a request as pending until it is done.
+
+        Then another request of its class can become pending.
+        """
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
@@ -376,8 +390,7 @@ class OutgoingSession:
         return None
 
     def _take_up(self, request: LaneRequest) -> bool:
-        """Prepare a request to be sent. Returns False for a write that is not wanted any more: the write
-        fails.
+        """Prepare a request to be sent. Returns False for a write that is no longer wanted: the write fails.
 
         The transfer of a write counts as known to the peer from now on.
         """

@@ -35,7 +35,7 @@ class SendQueue:
         self._waiting = Deadline(NOT_URGENT_S, self._become_due)
         """Deadline of the oldest kept frame."""
         self.is_due = False
-        """Whether kept frames may not wait for a request any more."""
+        """Whether the kept frames must leave now, without waiting for a request to leave with."""
         self._outbox = Outbox(stream, self._all_left)
         self._leaving = Deadline(timeout_s, stuck)
         """Deadline by which the peer must take the bytes that are being sent.

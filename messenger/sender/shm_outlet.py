@@ -1,8 +1,8 @@
-"""The outlet over shared memory, by which this side completes requests by copying.
+"""The outlet of a lane over shared memory: this side completes requests by copying blocks itself.
 
-This side copies the blocks of a write into granted pages, and the blocks of a read out of the peer's pages.
-Where this side cannot copy, the receiver copies. The peer is told of a latency write in the call that copies
-it, of all other requests within `NOT_URGENT_S`.
+It copies the blocks of a write into granted pages, and the blocks of a read out of the peer's pages. Where
+this side cannot copy, the receiver copies. The peer gets a message about each request: for a latency write in
+the call that copies, for all other requests within `NOT_URGENT_S`.
 
 Owns: which requests are copied, what the peer is told of them. Does not know: the queues, turns of the event
 loop.

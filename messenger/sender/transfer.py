@@ -41,9 +41,9 @@ class Transfer:
         self.opening = opening
         self.failure: str | None = None
         self.is_announced = False
-        """Whether the peer learns of the transfer: a lane was given its `Open` or a write of it to send."""
+        """Whether a lane has been given a message that makes the transfer known to the peer."""
         self._num_unacknowledged = 0
-        """Writes whose bytes this side has copied into their pages, and which the peer has not
+        """Number of writes that this side has copied into their pages, and that the peer has not
         acknowledged."""
         self._owner = owner
         self._urgency = urgency

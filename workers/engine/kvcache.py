@@ -20,10 +20,13 @@ from workers.engine.spec import ModelSpec
 GROWTH_SHARE = 1 / 16
 """The least number of pages that stay free when a sequence gets its pages, as a share of its pages.
 
-The sequence can grow into these pages."""
+The sequence can grow into these pages.
+"""
 LONG_SHARE = 1 / 32
-"""The least share of this process's pages with which a sequence is long. For a shorter one the exchange
-with a helper costs more than it saves."""
+"""The least share of this process's pages with which a sequence counts as long.
+
+For shorter sequences the exchange with a helper costs more than it saves.
+"""
 
 
 class OutOfPages(RuntimeError):
@@ -77,11 +80,11 @@ class DeviceKVCache:
         self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads
         self.num_pages, self.page_size = num_pages, page_size
         self.num_own_pages = num_pages
-        """Pages while all modules are here."""
+        """The number of pages while no helper has modules."""
         self.num_usable_pages = num_pages
         """Pages that are free, or are used here: neither lent nor closed."""
         self._lent: set[int] = set()
-        """Pages that are lent."""
+        """Numbers of the pages that are lent."""
         self._memory_lock = threading.Lock()
         """Lock that is held while memory is freed, or allocated before its use."""
         self.dtype, self.device = dtype, torch.device(device)
@@ -120,8 +123,11 @@ class DeviceKVCache:
         return sum(tensor[0].nbytes for tensor in self._tensors)
 
     def new_layers(self, num_pages: int, num_heads: int) -> list[torch.Tensor]:
-        """Return new tensors for `num_pages` pages of `num_heads` KV heads: one for each layer, or as many as
-        `window` has layers."""
+        """Return new tensors with zeros for `num_pages` pages: one for each layer that has memory.
+
+        With a window, as many layers as the window have memory. Each tensor is [num_pages, num_heads, 2,
+        page_size, head_dim] in the cache's dtype and on its device.
+        """
         # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
         shape = (num_pages, num_heads, 2, self.page_size, self.spec.head_dim)
         layers = range(self.window or len(self.layers))
@@ -135,12 +141,12 @@ class DeviceKVCache:
         threading.Thread(target=self.take_memory, name="kvcache-memory").start()
 
     def take_memory(self) -> None:
-        """Have the operating system allocate the memory of all pages on a CPU that are not lent, in order.
-        Blocking.
+        """Have the operating system allocate the memory of all pages on a CPU that are not lent.
 
-        Otherwise the first pass that uses a huge page waits for its allocation in each layer. Memory is taken
-        at a quarter of the possible speed, a huge page at a time, as other threads compute meanwhile, and no
-        more once the pages get other memory, or the main thread has ended.
+        The call blocks. Otherwise the first pass that uses a huge page waits for its allocation in each
+        layer. Memory is taken in the order of pages, a huge page at a time and at a quarter of the possible
+        speed, because other threads compute meanwhile. The call ends early if the pages get other memory, or
+        the main thread has ended.
         """
         if self.device.type != "cpu":
             return
@@ -170,11 +176,17 @@ class DeviceKVCache:
         return len(self._free) + len(self._free_hosted)
 
     def num_free_for(self, num_full: int) -> int:
-        """Return how many pages a sequence can get now whose first `num_full` pages will be full."""
+        """Return how many free pages a sequence can get.
+
+        Of its pages, only the first `num_full`, which are full of tokens, can be at a helper.
+        """
         return len(self._free) + min(num_full, len(self._free_hosted))
 
     def most_pages_for(self, num_full: int) -> int:
-        """Return how many pages a sequence can get at most whose first `num_full` pages will be full."""
+        """Return how many pages a sequence can get if no other sequence has any.
+
+        Of its pages, only the first `num_full`, which are full of tokens, can be at a helper.
+        """
         num_own = min(self.num_usable_pages, self._end_of_own)
         return num_own + min(num_full, self.num_usable_pages - num_own)
 
@@ -211,8 +223,11 @@ class DeviceKVCache:
         return self._tensors[(layer - self.layers.start) % len(self._tensors)]
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Return copies of `pages` (int64 `[n]`) of one layer: `[n, len(kv_heads), 2, page_size,
-        head_dim]`. Raises TransferError if they are at a lost helper on another host."""
+        """Return copies of some pages of one layer.
+
+        `pages` are int64 `[n]`; the result is `[n, len(kv_heads), 2, page_size, head_dim]`. Raises
+        TransferError if they are at a lost helper on another host.
+        """
         if self.hosted_pages is not None:
             own, hosted = self._halves(layer, pages)
             blocks = torch.empty((len(pages), *self.layer_shape[1:]), dtype=self.dtype)
@@ -250,8 +265,8 @@ class DeviceKVCache:
         return heads_of
 
     def _halves(self, layer: int, pages: torch.Tensor) -> tuple["_Half", "_Half"]:
-        """Divide pages into those of this process and those of a helper, by the numbers that each side has
-        for them."""
+        """Divide pages into pages of this process and pages of a helper, with the numbers that each side
+        uses."""
         hosted, first, position = self.hosted_pages, self._end_of_own, layer - self.layers.start
         assert hosted is not None
         are_hosted = pages >= first
@@ -260,11 +275,11 @@ class DeviceKVCache:
         return own, _Half(are_hosted, there, pages[are_hosted] - first)
 
     def rearrange(self, layers: list[torch.Tensor], helped: Helped | None) -> list[torch.Tensor]:
-        """Switch the pages to the memory `layers`, under the same numbers; a helper has `helped` (None:
-        nothing). Returns the memory of the arrangement before.
+        """Switch the pages to the memory `layers`, and return their memory of before. Page numbers stay.
 
-        Before the call, used pages have been copied to `layers`, and nothing computes with them. Pages that
-        do not exist in the new arrangement must be free.
+        A helper has the part `helped` then; None if no helper has any. Before the call, used pages have been
+        copied to `layers`, and nothing computes with them. Pages that do not exist in the new arrangement
+        must be free.
         """
         hosted_pages = helped if isinstance(helped, HostedPages) else None
         num_pages = len(layers[0]) + (0 if hosted_pages is None else len(hosted_pages))
@@ -297,8 +312,10 @@ class DeviceKVCache:
         self._free_hosted = [page for page in self._free_hosted if page < first]
 
     def keep_freed(self) -> None:
-        """Stop allocating pages that are freed from now on, until `rearrange`, as a lost helper may still
-        write to them."""
+        """Do not allocate pages again that are freed from now on, until `rearrange`.
+
+        A lost helper may still write to them.
+        """
         self._keeps_freed = True
 
     def reopen(self) -> None:
@@ -338,10 +355,9 @@ class DeviceKVCache:
         self.free(pages)
 
     def allocate(self, num_pages: int, num_full: int = 0) -> list[int]:
-        """Take `num_pages` free pages, whose content is undefined. Loads alone will write the first
-        `num_full`, so that a helper can have them.
+        """Take `num_pages` free pages, whose content is undefined. Raises OutOfPages if there are fewer.
 
-        Raises OutOfPages and takes none if there are fewer.
+        A helper can have some of the first `num_full` pages, because only loads will write these.
         """
         if num_pages > self.num_free_for(num_full):
             raise OutOfPages(num_pages, self.num_free_for(num_full), self.num_pages)
@@ -362,11 +378,16 @@ class DeviceKVCache:
     def num_to_host(
         self, num_pages: int, num_full: int, held: Sequence[int] = (), num_coming: int = 0
     ) -> int:
-        """Return how many of a sequence's pages are to be at a helper. The first `num_full` are full, and the
-        sequence has the pages `held` already. `num_coming` pages here are about to be freed by others.
+        """Return how many of a sequence's pages shall be at a helper.
 
         The result is the ordered share, and 0 for a short sequence. If the sequence would have little room
         here to grow, the result is all pages that can be at the helper.
+
+        Args:
+            num_pages: The number of the sequence's pages.
+            num_full: How many of them, the first ones, are full of tokens.
+            held: The pages that the sequence has already.
+            num_coming: The number of pages of this process that other sequences are about to free.
         """
         if self.hosted_pages is None:
             return 0

@@ -59,10 +59,9 @@ if TYPE_CHECKING:
 
 
 class LeaderSession:
-    """The session of an instance's first worker, which ends when messenger, Conductor or a group's member is
-    lost.
+    """The session of an instance's first worker.
 
-    `layout` is the whole model's.
+    It ends when messenger, Conductor, a later stage or another rank is lost. `layout` is the whole model's.
     """
 
     def __init__(

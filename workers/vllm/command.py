@@ -56,8 +56,7 @@ class Computing:
 
     @classmethod
     def in_engine(cls, num_threads: str) -> "Computing":
-        """Return the settings with which vLLM computes in its engine's process, with this number of
-        threads."""
+        """Return the settings to compute in vLLM's engine process, with `num_threads` threads."""
         environment = {
             _BIND: _NOT_BOUND,
             _NUM_THREADS: num_threads,

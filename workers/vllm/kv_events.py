@@ -62,8 +62,7 @@ class KVEventFollower:
                 await tell(changes)
 
     async def _replayed(self) -> list[Change]:
-        """Request the missing batches, apply them, and return the changes; an empty list without an
-        answer."""
+        """Request the missing batches, apply them, and return the changes; empty if there is no answer."""
         await self._replay.send_multipart([b"", self.blocks.next_sequence.to_bytes(8, "big")])
         changes: list[Change] = []
         with contextlib.suppress(TimeoutError):
