@@ -1,7 +1,7 @@
-"""Wait until a front has no request left: a hook before its container is told to end.
+"""A hook that waits until a front has no request left, before its container is stopped.
 
-Arguments: the address of its metrics; the seconds in which those that send it requests learn that it is about
-to leave, while it takes them; the most seconds to wait afterwards.
+Its arguments are the address of the front's metrics; seconds for which requests are still accepted, while
+load balancers learn that the front will end; and the most seconds to wait afterwards.
 """
 
 import http.client
@@ -15,7 +15,10 @@ REQUESTS = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 
 
 def num_requests(url: str) -> float:
-    """The requests that the front has. Its certificate has other names than the loopback address."""
+    """Return the number of requests at the front. The certificate of `url` is not verified.
+
+    The certificate does not name the loopback address.
+    """
     context = ssl._create_unverified_context() if url.startswith("https:") else None
     with urllib.request.urlopen(url, timeout=4, context=context) as answer:
         lines = answer.read().decode().splitlines()

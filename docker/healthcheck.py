@@ -1,4 +1,7 @@
-"""Whether this container serves: the conductor's /ready, or the instance's own. Exit status 0 if so."""
+"""The health check of a container, by the Conductor's or the instance's `/ready`.
+
+Exits with 0 if it serves.
+"""
 
 import os
 import sys

@@ -53,7 +53,10 @@ def _number(text: str) -> float:
 
 
 def counts(module: str, *names: str) -> list[int]:
-    """Parse the command line of `module`: one count for each of `names`."""
+    """Parse this process's command line as one count for each of `names`.
+
+    `module` is for the usage message.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     for name in names:
         parser.add_argument(name, type=count)
@@ -61,7 +64,7 @@ def counts(module: str, *names: str) -> list[int]:
 
 
 def lengths(text: str) -> tuple[int, int]:
-    """Parse the tokens of a prompt and of its answer, each 1 or more: `128/64`."""
+    """Parse the numbers of tokens of a prompt and of its answer, each 1 or more, as in `128/64`."""
     try:
         num_input, num_output = map(int, text.split("/"))
     except ValueError:

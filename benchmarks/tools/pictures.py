@@ -1,7 +1,7 @@
 """Pictures that benchmarks and simulations share: distributions of TTFT and TBT, and goodput by rate.
 
 Owns: matplotlib figures, axes in milliseconds, curves that stay visible where they are equal. Does not know:
-where figures come from, files.
+how figures were measured, files.
 """
 
 import math
@@ -32,8 +32,10 @@ class Latencies(NamedTuple):
 def latencies_figure(
     runs: Sequence[Latencies], ttft_slo_s: float | None, tbt_slo_s: float | None
 ) -> "Figure":
-    """Draw CDFs of TTFT and TBT. Shares are of all requests, so rejected and failed ones keep a curve below
-    1."""
+    """Draw CDFs of TTFT and TBT.
+
+    Shares are of all requests, so with rejected or failed requests a curve ends below 1.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5), layout="constrained")
@@ -58,8 +60,10 @@ def latencies_figure(
 
 
 def goodput_figure(curves: Mapping[str, Iterable[tuple[float, float]]]) -> "Figure":
-    """Draw goodput against the rate at which requests arrived, both in requests a second: one curve for each
-    name."""
+    """Draw goodput against the rate of arrivals, both in requests a second.
+
+    There is one curve for each name in `curves`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 5), layout="constrained")
@@ -77,7 +81,7 @@ def goodput_figure(curves: Mapping[str, Iterable[tuple[float, float]]]) -> "Figu
 
 
 class Bars(NamedTuple):
-    """One panel of `bars_figure`: the name of each side, and the side's values, one for each group."""
+    """One panel of `bars_figure`. `by_side` has the values of each side, one value for each group."""
 
     title: str
     by_side: Mapping[str, Sequence[float]]
@@ -86,7 +90,7 @@ class Bars(NamedTuple):
 
 
 def bars_figure(groups: Sequence[str], panels: Sequence[Bars]) -> "Figure":
-    """Draw panels beside one another. Each has the groups in rows, with a horizontal bar for each side."""
+    """Draw panels beside one another. Groups are rows, in which each side has a horizontal bar."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.5 * len(panels) + 2, 0.9 * len(groups) + 1), layout="constrained")
@@ -113,7 +117,7 @@ def _widths(num_curves: int) -> list[float]:
 
 
 def _label_in_ms(axes: "Axes", shown_ms: Sequence[float]) -> None:
-    """Write ticks out, at 1, 2 and 5 times powers of ten, from below the least value to above the largest."""
+    """Label the axis at 1, 2 and 5 times powers of ten, from below the least value to above the largest."""
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
     if not shown_ms:

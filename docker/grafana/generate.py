@@ -1,6 +1,7 @@
-"""Grafana's dashboards: `python docker/grafana/generate.py` writes dashboards/*.json, which are checked in.
+"""A generator of Grafana's dashboards: `python docker/grafana/generate.py` writes dashboards/*.json.
 
-A panel is a line of the tables below: title, unit, and its queries with their legends.
+The written files are checked in. A panel is an entry of the tables below: title, unit, and its queries with
+their legends.
 """
 
 import json
@@ -17,11 +18,11 @@ FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 RATE = "[$__rate_interval]"
 WIDTH, HEIGHT = 8, 8
-"""of a panel; three in a row"""
+"""The size of a panel in Grafana's grid. Three panels are in a row."""
 
 
 class Chart(NamedTuple):
-    """`queries`: expression and legend, in Grafana's templates."""
+    """One panel. `queries` maps PromQL expressions to legends, which are Grafana templates."""
 
     title: str
     unit: str
@@ -37,7 +38,7 @@ def quantiles(histogram: str) -> dict[str, str]:
 
 
 def rates(counter: str, *labels: str, where: str = "") -> dict[str, str]:
-    """Per second, by these labels."""
+    """Return the query of a counter's rate a second, summed by labels."""
     legend = " ".join(f"{{{{{label}}}}}" for label in labels)
     return {f"sum by ({', '.join(labels)}) (rate({counter}{where}{RATE}))": legend}
 
@@ -287,7 +288,7 @@ def panel(chart: Chart) -> timeseries.Panel:
 
 
 def rendered(name: str) -> str:
-    """The JSON of one dashboard."""
+    """Return the JSON of one dashboard."""
     title, charts = DASHBOARDS[name]
     built = (
         dashboard.Dashboard(title)

@@ -1,6 +1,6 @@
-"""The schema of the chart's values: `python docker/helm/generate.py` writes it, and it is checked in.
+"""A generator of the chart's schema: `python docker/helm/generate.py` writes it, and it is checked in.
 
-It is schema.yaml with the keys of mooncake-serve, but for those that the chart sets itself.
+The schema is schema.yaml with the configuration keys of mooncake-serve, except for keys that the chart sets.
 """
 
 import json
@@ -23,11 +23,11 @@ OF_THE_CHART = {
     *("messenger.hosts", "messenger.port", "cluster", "security"),
     *("pipeline.stage", "pipeline.endpoints", "pipeline.listen_endpoint"),
 }
-"""Keys and sections that `config` does not take."""
+"""Configuration keys and sections that the chart sets, so that the value `config` must not have them."""
 
 
 def rendered() -> str:
-    """The file's text."""
+    """Return the text of the schema's file."""
     schema = yaml.safe_load((FOLDER / "schema.yaml").read_text())
     keys = Config.model_json_schema(ref_template="#/$defs/{model}")
     definitions = keys.pop("$defs")
@@ -44,7 +44,7 @@ def rendered() -> str:
 
 
 def _without_titles(node: Any) -> Any:
-    """Drop what Helm does not need: titles, which repeat the key, and mooncake-serve's defaults."""
+    """Return a schema without what Helm does not need: titles, which repeat the key, and defaults."""
     if isinstance(node, list):
         return [_without_titles(each) for each in node]
     if not isinstance(node, dict):

@@ -1,6 +1,7 @@
 """The runs of one command: each load against each server, in turn.
 
-Owns: the order of runs, the models of servers, the progress display. Does not know: the command line.
+Owns: the order of runs, the choice of each server's model, the progress display. Does not know: the command
+line.
 """
 
 import json
@@ -35,8 +36,7 @@ class Server(NamedTuple):
 
 
 def find_server(url: str, model: str | None, context_len: int | None) -> Server:
-    """Return the server at `url`, with the first of its models by default. Raises ClientError,
-    ConfigError."""
+    """Return the server at `url`, with the named model or its first one. Raises ClientError, ConfigError."""
     url = url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is no server's URL, which begins with http:// or https://")
@@ -58,7 +58,7 @@ def find_server(url: str, model: str | None, context_len: int | None) -> Server:
 
 
 class Bench:
-    """The measurements of `servers` under `loads`. `run` has what all runs have in common."""
+    """The measurements of `servers` under `loads`. `run` has the settings that all runs share."""
 
     def __init__(self, servers: Sequence[Server], loads: Sequence[Load], run: Run, num_rounds: int) -> None:
         self._servers, self._loads, self._run, self._num_rounds = servers, loads, run, num_rounds
@@ -67,7 +67,7 @@ class Bench:
         self.was_interrupted = False
 
     def measure(self, clients: Clients) -> None:
-        """Measure every load, round by round; within a round the servers take turns.
+        """Measure every load, round by round. Within a round the servers take turns.
 
         Each round begins with another server. Ctrl-C ends the run, and keeps the results so far. Raises
         ClientError.
@@ -90,7 +90,7 @@ class Bench:
                         return
 
     def measured(self, slo: Slo) -> list[Measured]:
-        """Return the summaries by load, then by server."""
+        """Return the summary of each load and server."""
         return [
             Measured(server.url, load.name, load.rate_per_s, summarize(result, slo))
             for (load, server), result in self._results.items()
@@ -101,8 +101,10 @@ class Bench:
         return [result.outcomes for result in self._results.values()]
 
     def _warm_up(self, clients: Clients, run: Run) -> None:
-        """Send a few requests, which open connections and show whether the server answers. Raises
-        ClientError."""
+        """Send a few requests, to open connections and to check that the server answers.
+
+        Raises ClientError.
+        """
         seed = run.seed + _WARM_UP_SEED
         result = clients.run(
             replace(run, concurrency=1, seed=seed, num_requests=NUM_WARM_UP, duration_s=None), lambda _: None

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0, 1 after a failure, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     options.command_line = shlex.join(["mooncake-bench", *arguments])
     return exit_code(lambda: options.command(options))

@@ -1,4 +1,4 @@
-"""A client that sends one completion and times its answer.
+"""A client that sends completion requests and times their answers.
 
 Owns: HTTP, the event stream. Does not know: when requests are due, what the times mean together.
 """
@@ -18,8 +18,10 @@ from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Planned, Run
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-"""The environment variable with the server's API key. No option has the key, as other users can read command
-lines."""
+"""The environment variable with the server's API key.
+
+No option has the key, because other users of the machine can read command lines.
+"""
 LOGGED_CHARS = 300
 REJECTED = 429
 
@@ -51,7 +53,7 @@ class AnswerError(Exception):
 
 
 class EventStream:
-    """A parser of server-sent events, whose bytes may be cut anywhere."""
+    """A parser of server-sent events. Their bytes may arrive in any pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -65,10 +67,10 @@ class EventStream:
 
 
 class Answer:
-    """One streamed answer so far. Times are of `time.monotonic`.
+    """One streamed answer as far as it has arrived. Times are of `time.monotonic`.
 
-    An event without token ids counts as one token. At the end `usage` has the true number of tokens; tokens
-    that came together with others have gaps of 0.
+    An event without token ids counts as one token. At the end `usage` has the true number of tokens. Tokens
+    that arrived together in one event have gaps of 0.
     """
 
     _decode = msgspec.json.Decoder(_Chunk).decode
@@ -111,13 +113,16 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """The seconds before each token but the first."""
+        """The seconds before each token except the first."""
         num_gaps = max(0, self.num_tokens - 1)
         return (self._gaps_s + [0.0] * (num_gaps - len(self._gaps_s)))[:num_gaps]
 
 
 class Client:
-    """A context manager of the connections to one server, as many as are needed."""
+    """A context manager of the connections to one server.
+
+    There are as many connections as requests in flight.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -139,7 +144,10 @@ class Client:
         await self._http.close()
 
     def body(self, request: Planned) -> bytes:
-        """Return the body of a request, made before the request is due."""
+        """Return the JSON body of a request.
+
+        To be called before the request is due, because it takes time.
+        """
         prompt = self._prompts.text(request) if self._run.as_text else self._prompts.tokens(request)
         ignore_eos = {"ignore_eos": True} if self._run.ignore_eos else {}
         return msgspec.json.encode(
@@ -155,8 +163,11 @@ class Client:
         )
 
     async def send(self, request: Planned, body: bytes, start_s: float, due_s: float) -> Outcome:
-        """Send a request now, and return its outcome, even if cancelled. `start_s` and `due_s` are of
-        `time.monotonic`."""
+        """Send a request now, and return its outcome, even if the caller is cancelled.
+
+        `start_s` is the beginning of the run, and `due_s` the time at which the request was due, both of
+        `time.monotonic`.
+        """
         sent_s = time.monotonic()
         answer = Answer()
         kind, error = Kind.FINISHED, ""

@@ -1,7 +1,7 @@
 """The client processes, and the messages between them and the run's process.
 
 Each process generates the whole load and sends its share of it, so that only outcomes pass between processes.
-All processes start at the same time of the machine's monotonic clock.
+All processes begin a run at the same time of the machine's monotonic clock.
 
 Owns: the processes and their messages. Does not know: what is sent, what outcomes mean.
 """
@@ -26,7 +26,7 @@ from mooncake.errors import MooncakeError
 
 FLUSH_S = 0.2
 HEAD_START_S = 0.2
-"""Seconds from the order to start to the first time at which a request may be due."""
+"""Seconds from the order to start a run to the run's beginning."""
 READY_TIMEOUT_S = 60.0
 
 
@@ -53,7 +53,7 @@ class _Broken(NamedTuple):
 
 
 class Clients:
-    """A context manager of `num_processes` client processes, which make one run after the other."""
+    """A context manager of `num_processes` client processes, which carry out one run after the other."""
 
     def __init__(self, num_processes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -81,10 +81,10 @@ class Clients:
             process.join()
 
     def run(self, run: Run, on_news: Callable[[RunResult], None], urls: Sequence[str] = ()) -> RunResult:
-        """Run until all outcomes have come. Ctrl-C ends the run early, with the outcomes so far.
+        """Carry out a run, and return its result when all requests have outcomes. Ctrl-C ends the run early.
 
-        `urls`: servers among which the processes are divided, in place of the run's server. Raises
-        ClientError.
+        `on_news` gets the result so far whenever outcomes arrive. If there are `urls`, the processes are
+        divided among these servers. Raises ClientError.
         """
         result = RunResult()
         for share, connection in enumerate(self._connections):
@@ -143,7 +143,7 @@ def _received(connection: Connection) -> object:
 
 
 def client_main(connection: Connection, share: int, num_shares: int) -> None:
-    """Run a client process until its parent ends."""
+    """Run a client process until its parent ends. The process sends share number `share` of `num_shares`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
@@ -193,7 +193,7 @@ class _ClientProcess:
             self._connection.send(_Done(cpu_share, sender.plan.num_too_long))
 
     def _stop(self, sending: asyncio.Task[None]) -> None:
-        """End the sending, as the parent has ordered that or has ended."""
+        """End the sending, because the parent has ordered it or has ended."""
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         with contextlib.suppress(EOFError, OSError):
             self._connection.recv()

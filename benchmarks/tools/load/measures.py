@@ -1,10 +1,10 @@
 """Figures of a whole run, computed from its outcomes.
 
+A request is *effective* when it has finished with TTFT and TBT both within their SLOs. Goodput is the number
+of effective requests a second (Mooncake, FAST'25).
+
 Owns: goodput, attainment, percentiles, and whether the client was fast enough for valid figures. Does not
 know: how outcomes came about, how figures are shown.
-
-A request is *effective* when it finished with TTFT and TBT both within their SLOs; goodput is effective
-requests a second (Mooncake, FAST'25).
 """
 
 from collections import Counter
@@ -17,15 +17,17 @@ import numpy as np
 from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult
 
 MAX_CPU_SHARE = 0.7
-"""The largest share of a core that a client process may take. Beyond it the client's own delays are not small
-any more."""
+"""The largest share of a core that a client process may take.
+
+If it takes more, its own delays are no longer small.
+"""
 MAX_LAG_S = 0.02
-"""The largest 99th percentile of the seconds by which requests are sent late."""
+"""The largest acceptable 99th percentile of the seconds by which requests are sent late."""
 NUM_ERRORS = 5
 
 
 class Slo(NamedTuple):
-    """The SLOs in seconds, and the number of input tokens from which on a request counts as long."""
+    """The SLOs in seconds. Requests with at least `long_from` input tokens count as long."""
 
     ttft_s: float
     tbt_s: float
@@ -61,7 +63,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class ClassSummary(msgspec.Struct, frozen=True):
-    """Figures of the short or the long requests."""
+    """The figures of the short requests or of the long requests."""
 
     num_requests: int
     num_rejected: int
@@ -69,8 +71,10 @@ class ClassSummary(msgspec.Struct, frozen=True):
 
 
 class ClientSummary(msgspec.Struct, frozen=True):
-    """The load of the client itself. `is_limit`: the client was too slow, so that the figures also show its
-    own delays."""
+    """The load of the client itself.
+
+    If `is_limit`, the client was too slow, and the figures include its own delays.
+    """
 
     num_processes: int
     max_cpu_share: float
@@ -97,7 +101,7 @@ class Summary(msgspec.Struct, frozen=True):
     offered_per_s: float
     goodput_per_s: float
     attainment: float
-    """The share of effective requests among all."""
+    """The share of effective requests among all requests."""
     ttft_s: Spread | None
     tbt_s: Spread | None
     e2e_s: Spread | None

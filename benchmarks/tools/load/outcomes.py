@@ -25,10 +25,10 @@ class Kind(StrEnum):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of one request. Times are in seconds from when the request was due, even if it was sent
-    late, so that a slow client makes no latency look better.
+    """The outcome of one request. Times are in seconds since the request was due.
 
-    Where `num_prompt_tokens` is None, the server has not reported its token counts.
+    Times count from then even if the request was sent late, so that a slow client makes no latency look
+    better. `num_prompt_tokens` is None if the server has not reported its token counts.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Outcome(msgspec.Struct, frozen=True):
     lag_s: float
     """Seconds by which the request was sent late."""
     answered_s: float
-    """Seconds to the end of the answer, of any kind."""
+    """Seconds until the answer ended, in whichever way."""
     ttft_s: float | None = None
     tbt_s: float | None = None
     """The TBT of the answer (`tbt_of`); None for fewer than two tokens."""
@@ -60,14 +60,17 @@ def tbt_of(gaps_s: Sequence[float]) -> float | None:
 
 @dataclass
 class RunResult:
-    """The outcomes of one run, or of several together (`add`)."""
+    """The outcomes of one run, or of several runs that were added up (`add`)."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     num_sent: int = 0
     wall_s: float = 0.0
-    """Seconds to the last outcome."""
+    """Seconds from the run's beginning to the last outcome."""
     sending_s: float = 0.0
-    """Seconds in which requests were sent: the schedule of an open loop, else all of `wall_s`."""
+    """Seconds in which requests were sent.
+
+    For an open loop these are the seconds of its schedule, for a closed loop `wall_s`.
+    """
     cpu_shares: list[float] = field(default_factory=list)
     """The processor time of each client process, divided by the wall time."""
     num_too_long: int = 0
@@ -75,7 +78,7 @@ class RunResult:
     was_interrupted: bool = False
 
     def add(self, other: "RunResult") -> None:
-        """Add the outcomes of another run of the same load, by as many processes."""
+        """Add the outcomes of another run of the same load, with the same number of processes."""
         self.outcomes += other.outcomes
         self.num_sent += other.num_sent
         self.wall_s += other.wall_s

@@ -1,4 +1,4 @@
-"""Pictures of a benchmark: how TTFT and TBT are distributed, and goodput against the rate of arrivals.
+"""Pictures of a benchmark: the distributions of TTFT and TBT, and goodput against the rate of arrivals.
 
 Owns: which pictures there are, and their files. Does not know: how figures are computed and drawn.
 """
@@ -17,8 +17,10 @@ CDF_FILE, GOODPUT_FILE = "latencies.svg", "goodput.svg"
 def draw(
     runs: Sequence[Measured], outcomes: Sequence[Sequence[Outcome]], slo: Slo, folder: Path
 ) -> list[Path]:
-    """Draw the pictures, and return the written files. `outcomes` are those of each run. Raises ImportError
-    without matplotlib."""
+    """Draw the pictures into `folder`, and return the written files. Raises ImportError without matplotlib.
+
+    `outcomes` has a list for each of `runs`.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -32,8 +34,10 @@ def draw(
 
 
 def goodput_curves(runs: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
-    """Return, by server, pairs of the rate at which requests arrived (not the requested rate) and the
-    goodput."""
+    """Return the curve of each server: pairs of the rate of arrivals and the goodput, in requests a second.
+
+    The rate is the measured one, which can differ from the requested one.
+    """
     of_rates = [run for run in runs if run.rate_per_s is not None]
     return {
         server: [

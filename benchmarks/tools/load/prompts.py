@@ -1,6 +1,6 @@
-"""Prompts that have the same tokens where a trace has the same block, and other tokens everywhere else.
+"""Prompts with equal tokens where a trace has equal blocks, and with different tokens everywhere else.
 
-Owns: which tokens stand for which block. Does not know: when prompts are sent.
+Owns: the tokens of each block. Does not know: when prompts are sent.
 """
 
 import numpy as np
@@ -19,15 +19,15 @@ _WORDS = (
 )
 """Words that are one token each for most tokenizers, with the space before them."""
 _UNIQUE = 1 << 62
-"""The first key of whole prompts that share nothing."""
+"""The first block id for prompts without `hash_ids`, which share nothing."""
 _Words64 = npt.NDArray[np.uint64]
 
 
 class PromptMaker:
-    """A maker of prompts that share prefixes as in the trace. With scaled lengths, blocks are shorter by the
-    same factor.
+    """A maker of prompts that share prefixes as the requests of a trace do.
 
-    Another `seed` gives other prompts, which no cache knows yet.
+    `token_ids` is the half-open range of token ids. With another `seed` all prompts are different, so that no
+    cache has them. If lengths are scaled, blocks become shorter by the same factor.
     """
 
     def __init__(self, token_ids: tuple[int, int], seed: int, scale_lengths: float) -> None:
@@ -35,18 +35,21 @@ class PromptMaker:
         self._seed, self._scale = seed, scale_lengths
 
     def tokens(self, request: Planned) -> list[int]:
-        """Return token ids. A prompt that ends within a block has the first tokens of that block."""
+        """Return a request's token ids.
+
+        If the prompt ends within a block, it has the first tokens of the block.
+        """
         positions = np.arange(request.num_input_tokens, dtype=np.uint64)
         drawn = _mixed(self._keys(request) + positions) % np.uint64(self._span)
         token_ids: list[int] = (self._first + drawn.astype(np.int64)).tolist()
         return token_ids
 
     def text(self, request: Planned) -> str:
-        """Return words that are about as many tokens."""
+        """Return a request's prompt as words, about one for each token."""
         return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in self.tokens(request))
 
     def _keys(self, request: Planned) -> _Words64:
-        """Return the key of each token: the key of its block."""
+        """Return for each token the key of its block, uint64 `[num_input_tokens]`."""
         hash_ids = request.hash_ids or (_UNIQUE + request.number,)
         seeded = _mixed(np.array(hash_ids, np.uint64) + _mixed(np.array([self._seed], np.uint64)))
         # The first token of block i is int(i * 512 * scale): by position alone, so equal in all prompts.
@@ -56,7 +59,7 @@ class PromptMaker:
 
 
 def _mixed(values: _Words64) -> _Words64:
-    """Return splitmix64 of the values: equal bits for equal values, random-like for neighbours."""
+    """Return splitmix64 of each value: a hash in which neighbouring values have unrelated bits."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def print_report(report: Report) -> None:
-    """Print a table, and then notes about facts that the table does not show."""
+    """Print a table, and below it notes with facts that the table does not show."""
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=PLAIN_WIDTH)
@@ -89,7 +89,7 @@ def _two(spread: Spread | None) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """Return a time as text, as in 15.2 ms or 3.41 s."""
+    """Return a time as text, such as 15.2 ms or 3.41 s."""
     return f"{1000 * value_s:.1f} ms" if value_s < 1 else f"{value_s:.2f} s"
 
 

@@ -1,4 +1,4 @@
-"""The event loop of one client process: sends its share of a run's requests when they are due.
+"""The event loop of one client process, which sends its share of a run's requests when they are due.
 
 Owns: the schedule. Does not know: HTTP, other processes.
 """
@@ -16,7 +16,7 @@ OnOutcome = Callable[[Outcome], None]
 
 
 class Sender:
-    """The sender of share number `share` of `num_shares`. Requests are dealt to the processes in turn."""
+    """The sender of share number `share` of `num_shares`: of every `num_shares`-th request of the run."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Sender:
         self.plan = Plan(run)
 
     async def send_all(self, start_s: float) -> None:
-        """Send from `start_s` (of `time.monotonic`) on, until each request has an outcome. Raises TraceError.
+        """Send requests from `start_s` (of `time.monotonic`) on, until each has an outcome.
 
-        A cancelled call first reports the outcomes of the requests in flight.
+        A cancelled call first reports the outcomes of the requests in flight. Raises TraceError.
         """
         if self._run.concurrency is None:
             await self._open_loop(start_s)
@@ -49,7 +49,10 @@ class Sender:
         return (request for request in self.plan if request.number % self._num_shares == self._share)
 
     async def _open_loop(self, start_s: float) -> None:
-        """Send each request when it is due. No request waits for another, so the server cannot delay any."""
+        """Send each request when it is due.
+
+        Requests do not wait for each other, so a slow server delays none.
+        """
         async with asyncio.TaskGroup() as group:
             for request in self._mine():
                 body = self._client.body(request)

@@ -1,6 +1,6 @@
 """Sources of a run's requests, and the description of a run for client processes.
 
-Owns: the description of a run, and its requests in the sizes in which they are sent. Does not know: how
+Owns: the description of a run, and its requests with the lengths with which they are sent. Does not know: how
 they are sent.
 """
 
@@ -20,22 +20,27 @@ from benchmarks.tools.traces.request import TraceError, TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 MOST_TOO_LONG = 10_000
-"""The most requests that are left out before the first one that fits. Then the load is given up, as an
-endless load may have none that fits."""
+"""The most requests at the beginning of a load that may be too long for the server.
+
+Then the load is given up, because no request of an endless load may be short enough.
+"""
 
 
 class Source(Protocol):
-    """The interface of a source, which yields the same requests each time for the same rate and seed."""
+    """The interface of a source of requests. With equal rate and seed it yields equal requests."""
 
     def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
-        """Yield requests in order of arrival. `rate_per_s` None: the load's own. Raises TraceError."""
+        """Yield requests in order of arrival.
+
+        If `rate_per_s` is None, the load has its own rate. Raises TraceError.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceSource:
-    """Requests of a trace. A `speed` of 2 plays two hours in one.
+    """Requests of a trace. A `speed` of 2 plays two hours of the trace in one hour.
 
-    Requests of one tick are spread over `jitter_s` (of the trace's time).
+    Requests of one tick of the trace's clock are spread over `jitter_s` seconds (of the trace's time).
     """
 
     path: Path
@@ -78,8 +83,10 @@ class PhasesSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One server under one load. With a `concurrency` so many requests are in flight at a time, and arrival
-    times are ignored."""
+    """The description of one run: one server under one load.
+
+    With a `concurrency` this number of requests is in flight at any time, and arrival times are ignored.
+    """
 
     url: str = ""
     model: str = ""
@@ -91,7 +98,7 @@ class Run:
     duration_s: float | None = None
     scale_lengths: float = 1.0
     context_len: int | None = None
-    """Tokens of the longest prompt and answer that the server takes; longer requests are left out."""
+    """The most tokens that the server takes for a prompt and its answer. Longer requests are left out."""
     token_ids: tuple[int, int]
     """The half-open range of token ids from which prompts are drawn."""
     as_text: bool = False
@@ -108,7 +115,7 @@ class Load(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """One request as it will be sent. `number` is its number in the run."""
+    """One request with the lengths with which it is sent. `number` is its number in the run."""
 
     number: int
     at_s: float
@@ -118,7 +125,7 @@ class Planned(NamedTuple):
 
 
 class Plan:
-    """The requests of a run, made one at a time. `num_too_long` is the number of requests left out so far."""
+    """The requests of a run, made one at a time. `num_too_long` counts the requests that were left out."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -150,5 +157,5 @@ class Plan:
 
 
 def scaled(num_tokens: int, factor: float) -> int:
-    """Return a length scaled for a smaller model: at least one token."""
+    """Return a length multiplied by `factor`, for a smaller model: at least one token."""
     return max(1, int(num_tokens * factor))

@@ -1,6 +1,6 @@
-"""`mooncake-plan`: which cluster to build for a workload.
+"""The command `mooncake-plan`, which says which cluster to build for a workload.
 
-Owns: the command line. Does not know: how anything is searched.
+Owns: the command line. Does not know: how the search works.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0, 1 after a failure, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _plan(options, shlex.join(["mooncake-plan", *arguments])))
 
@@ -80,7 +80,7 @@ def _plan(options: argparse.Namespace, command: str) -> int:
 def _search(
     base: Setup, workload: Workload, num_devices: int, sizes: Sequence[int], options: argparse.Namespace
 ) -> Plan:
-    """Search with a display of the simulations, whose number is unknown in advance."""
+    """Run the search, and show each simulation. Their number is not known in advance."""
     numbers = itertools.count(1)
     with StepDisplay() as steps:
 

@@ -1,5 +1,6 @@
-"""The goodput of a cluster: the highest rate at which enough requests are within both SLOs, found by
-bisection.
+"""The goodput of a cluster, found by bisection.
+
+Goodput is the highest rate at which enough requests are within both SLOs.
 
 Owns: what is known of each cluster's goodput. Does not know: which clusters are compared.
 """
@@ -16,15 +17,17 @@ from benchmarks.tools.traces.request import TraceRequest
 from mooncake.errors import ConfigError
 
 FARTHEST = 64
-"""The largest factor between the first rate that is tried and others. A cluster that fails at all these rates
-is useless."""
+"""The largest factor between the first rate that is tried and other rates.
+
+A cluster that misses the SLOs at all these rates is useless.
+"""
 
 Load = Callable[[float, int], Iterable[TraceRequest]]
-"""A function that returns the requests at a rate, as the n-th seed draws them."""
+"""A function of a rate (requests a second) and a seed's index, which returns the requests."""
 
 
 class Trial(NamedTuple):
-    """The simulations at one rate, one with each seed."""
+    """The simulations at one rate, one for each seed."""
 
     rate_per_s: float
     summaries: tuple[Summary, ...]
@@ -36,15 +39,17 @@ class Trial(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """The SLO that more requests miss."""
+        """The SLO that more requests miss, "TTFT" or "TBT"."""
         ttft = fmean(summary.ttft_attainment for summary in self.summaries)
         return "TTFT" if ttft < fmean(summary.tbt_attainment for summary in self.summaries) else "TBT"
 
 
 @dataclass(slots=True)
 class Bracket:
-    """The bounds of a goodput: at least `low_per_s` and below `high_per_s` (None before a rate failed).
-    `served` and `missed` are the trials at these rates."""
+    """The bounds of a goodput in requests a second: at least `low_per_s`, and below `high_per_s`.
+
+    `high_per_s` is None until a rate was missed. `served` and `missed` are the trials at these two rates.
+    """
 
     low_per_s: float = 0.0
     high_per_s: float | None = None
@@ -54,12 +59,14 @@ class Bracket:
 
     @property
     def limit(self) -> str:
-        """The SLO that is missed first when the rate grows."""
+        """The SLO that is missed first when the rate grows; empty if none was missed."""
         return "" if self.missed is None else self.missed.limit
 
     def by_seed(self, attainment: float) -> list[float]:
-        """Return, for each seed, the highest tried rate that it serves by itself, below the lowest rate that
-        it misses."""
+        """Return for each seed the highest tried rate that it serves by itself.
+
+        Rates above the lowest rate that the seed misses do not count.
+        """
         found = []
         for of_seed in zip(*(trial.summaries for trial in self.trials), strict=True):
             rates = [
@@ -77,8 +84,8 @@ class Bracket:
 class Goodputs:
     """The goodputs of clusters that all have the same SLOs.
 
-    `attainment`: the share of the requests of all seeds that must be within both SLOs. `on_simulation` is
-    called before each simulation, with the cluster and the rate.
+    `attainment` is the share of the requests, over all seeds, that must be within both SLOs. `on_simulation`
+    is called before each simulation, with the cluster and the rate.
     """
 
     load: Load
@@ -93,10 +100,10 @@ class Goodputs:
         return self._brackets.setdefault(setup, Bracket())
 
     def measure(self, setup: Setup, guess_per_s: float, precision: float, step: float = 2.0) -> Bracket:
-        """Return the bounds of a cluster's goodput, whose relative distance is at most `precision`.
+        """Return the bounds of a cluster's goodput, at most `precision` apart (a share of the lower bound).
 
-        The search begins at the guess. The rate is multiplied by `step` until one is missed, or divided by
-        `step` squared until one is served; then the interval is bisected.
+        The search begins at `guess_per_s`. The rate is multiplied by `step` until one is missed, or divided
+        by `step` squared until one is served; then the interval is bisected.
 
         Raises ConfigError for an impossible cluster, and for a load that is too short for an answer.
         """
@@ -115,8 +122,10 @@ class Goodputs:
         return bracket
 
     def serves(self, setup: Setup, rate_per_s: float) -> bool:
-        """Return whether the goodput is at least this rate, after one trial if that is unknown. Raises
-        ConfigError."""
+        """Return whether the goodput is at least this rate, after one trial if it is unknown.
+
+        Raises ConfigError.
+        """
         bracket = self.known(setup)
         if rate_per_s <= bracket.low_per_s:
             return True

@@ -1,9 +1,9 @@
 """The clusters that a number of devices can form.
 
-All instances of a cluster are tensor-parallel groups of one size, within a node. Coupled instances compute
-whole prompts, or chunks.
+All instances of a cluster are tensor-parallel groups of one size, within a node. A coupled instance prefills
+and decodes; it computes prompts whole, or in chunks.
 
-Owns: the possible clusters, and which are neighbours. Does not know: which are good.
+Owns: the possible clusters, and which of them are neighbours. Does not know: which are good.
 """
 
 import math
@@ -18,14 +18,14 @@ from benchmarks.tools.traces.request import num_blocks_of
 from mooncake.errors import ConfigError
 
 CHUNKS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Prompt tokens of an iteration, for coupled instances that compute chunks."""
+"""Numbers of tokens of an iteration for coupled instances that compute prompts in chunks."""
 
 
 def group_sizes(base: Setup, num_devices: int, longest_tokens: int) -> list[int]:
-    """Return the possible numbers of devices of an instance: that of `base`, or powers of 2 within a node,
-    for which model and longest request fit.
+    """Return the numbers of devices that an instance can have.
 
-    Raises ConfigError with the reason against the largest size if none is possible.
+    It is the number of `base`, or powers of 2 within a node. The model and a request of `longest_tokens` must
+    fit. Raises ConfigError if no number is possible, with the reason for the largest one.
     """
     of_node = hardware_card(base.hardware).num_gpus
     sizes = [base.num_gpus] if base.num_gpus else [1 << n for n in range(of_node.bit_length())]
@@ -67,8 +67,10 @@ def coupled(base: Setup, group_size: int, num_instances: int) -> Setup:
 
 
 def chunked(whole: Setup) -> list[Setup]:
-    """Return the coupled cluster with each chunk size, ascending, whose computation alone takes no longer
-    than the TBT SLO."""
+    """Return coupled clusters like `whole` with each possible chunk size, ascending.
+
+    The computation of a chunk alone must take no longer than the TBT SLO.
+    """
     costs = whole.shape().costs
     slo_s = math.inf if whole.tbt_slo_s is None else whole.tbt_slo_s
     return [
@@ -79,7 +81,7 @@ def chunked(whole: Setup) -> list[Setup]:
 
 
 def neighbours(setup: Setup) -> list[Setup]:
-    """Return the clusters in which one instance has the other role; none for a coupled cluster."""
+    """Return the clusters in which one instance has the other role; an empty list for a coupled cluster."""
     p, d = setup.num_prefill, setup.num_decode
     moved = [(p - 1, d + 1), (p + 1, d - 1)] if not setup.num_coupled else []
     return [

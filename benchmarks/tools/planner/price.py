@@ -1,6 +1,6 @@
 """The price of tokens on a cluster, in the currency in which devices are paid.
 
-Owns: the sum. Does not know: what devices are, how goodput is found.
+Owns: the calculation. Does not know: what devices are, how goodput is found.
 """
 
 import math
@@ -15,15 +15,15 @@ _MILLION = 1e6
 
 
 class Price(msgspec.Struct, frozen=True):
-    """The price of a device, and the tokens of prompt and answer of a mean request."""
+    """The price of a device for an hour, and the mean number of tokens of prompt and answer together."""
 
     of_device_hour: float
     tokens_per_request: float
 
     def of_million_tokens(self, candidate: Candidate) -> float:
-        """Return the price of a million tokens, of prompts and answers within the SLOs, at the goodput.
+        """Return the price of a million tokens of prompts and answers, at the cluster's goodput.
 
-        Infinity if the cluster serves nothing.
+        Infinity if the cluster serves nothing within the SLOs.
         """
         tokens_per_s = candidate.goodput_per_s * self.tokens_per_request
         if not tokens_per_s:

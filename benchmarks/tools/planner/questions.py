@@ -1,8 +1,8 @@
-"""Questions that can be answered before any simulation, by which guides decide for or against disaggregation.
+"""Questions about a workload that can be answered before any simulation.
 
-Split efficiency (Splitwise) is T_prefill / (T_prefill + T_transfer) of the mean prompt, with a transfer that
-waits for the prefill. Here KVCache leaves layer by layer during the prefill, so the visible part of the
-transfer is much smaller.
+Guides use such questions to decide for or against disaggregation. Split efficiency (Splitwise) is T_prefill /
+(T_prefill + T_transfer) for the mean prompt, with a transfer that waits for the prefill. In this system
+KVCache is sent layer by layer during the prefill, so the visible part of the transfer is much smaller.
 
 Owns: the questions and the guides' thresholds. Does not know: simulations.
 """
@@ -20,7 +20,7 @@ LOW_USE, HIGH_USE = 0.4, 0.7
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question with its answer. `hint`: for disaggregation (1), against (-1), or neither (0)."""
+    """A question with its answer. The `hint` is 1 for disaggregation, -1 against it, 0 for neither."""
 
     text: str
     answer: str
@@ -30,8 +30,11 @@ class Question(msgspec.Struct, frozen=True):
 def questions(
     setup: Setup, workload: Workload, coupled_per_s: float, wanted_per_s: float | None
 ) -> list[Question]:
-    """Return the questions about instances of `setup`. `coupled_per_s` is the goodput of all devices as
-    coupled instances."""
+    """Return the questions about instances of `setup`, with their answers.
+
+    `coupled_per_s` is the goodput of all devices as coupled instances. `wanted_per_s` is the rate that the
+    cluster is to serve, if it is known.
+    """
     assert setup.tbt_slo_s is not None
     shape, tbt_slo_s = setup.shape(), setup.tbt_slo_s
     mean = workload.sizes.num_prompt_tokens

@@ -19,7 +19,7 @@ _HINTS = {1: "for disaggregation", 0: "", -1: "against it"}
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All findings of a command."""
+    """All findings of a command. `seconds` is how long the search took."""
 
     command: str
     settings: dict[str, Any]
@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print clusters, the best first, in 80 columns; then the questions and the advice."""
+    """Print the clusters, the best one first, in 80 columns. The questions and the advice follow."""
     plan, best = report.plan, report.plan.best
     table = Table(
         title=f"goodput: {report.attainment:.0%} of the requests within both SLOs",

@@ -1,14 +1,14 @@
-"""The search for a placement as in DistServe, with our simulator: what is simulated, and how exactly.
+"""The search for the best cluster, as in DistServe but with this project's simulator.
 
 As instances move from one role to the other, goodput rises and falls once: with too few prefill instances the
-TTFT SLO is missed, with too few decode instances the TBT SLO. So from the division that the performance model
-expects to serve most (`conductor.elasticity.capacity`) the search walks to a neighbour while that is better.
-A rival has to serve the rate at which the best cluster so far fails; if it does not, one simulation suffices
-to know. For coupled instances a small chunk size takes more iterations for a prompt, a large one longer
-iterations: the search walks from the middle size in steps that are halved.
+TTFT SLO is missed, with too few decode instances the TBT SLO. So the search begins with the division that the
+performance model expects to serve most (`conductor.elasticity.capacity`), and walks to a neighbour while the
+neighbour is better. A rival must serve the rate at which the best cluster so far fails; if it does not, a
+single simulation is enough. Coupled instances with a small chunk size need more iterations for a prompt, with
+a large chunk size longer iterations: the search walks from the middle size in steps that are halved.
 
-Clusters that the search passes are simulated with one seed; those that it compares in the end and reports,
-with all seeds.
+Clusters that the search only passes are simulated with one seed. Clusters that it compares in the end and
+reports are simulated with all seeds.
 
 Owns: the order of the search, and what it has found. Does not know: how goodput is found, what it means.
 """
@@ -27,14 +27,14 @@ from conductor.elasticity.demand import OfferedLoad
 from conductor.performance.model import DecodeCapacity, Sizes
 
 COARSE, FINE = 0.08, 0.03
-"""The relative precision of goodputs: of clusters on the way of the search, and of reported ones."""
+"""The relative precision of goodputs: COARSE while the search walks, FINE for reported clusters."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A cluster and its goodput.
+    """A cluster and its goodput in requests a second.
 
-    `is_bound`: the goodput is an upper bound. `least_per_s` and `most_per_s` are the least and the largest
-    goodput of a single seed. Times are 90th percentiles, at the goodput.
+    If `is_bound`, the goodput is only an upper bound. `least_per_s` and `most_per_s` are the least and the
+    largest goodput of a single seed. Times are 90th percentiles, at the goodput.
     """
 
     setup: Setup
@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
     """The best clusters of a search.
 
     `disaggregated` is None if there are too few devices for two instances. `others` are all further clusters
-    that were examined, `next_ones` have one more instance than the better of the two.
+    that were examined. `next_ones` have one more instance than the best cluster.
     """
 
     disaggregated: Candidate | None
@@ -63,7 +63,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def best(self) -> Candidate:
-        """The better cluster; the coupled one, which is simpler, if both are equally good."""
+        """The better cluster. If both are equally good it is the coupled one, because it is simpler."""
         ours = self.disaggregated
         if ours is None or ours.goodput_per_s <= self.coupled.goodput_per_s:
             return self.coupled
@@ -71,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Search:
-    """The search for the best cluster of `num_devices`, in instances of one of `group_sizes`.
+    """The search for the best cluster of `num_devices` devices, in instances of one of `group_sizes`.
 
     `base` has model, hardware, SLOs and policies. `goodputs` simulates with all seeds.
     """
@@ -86,7 +86,7 @@ class Search:
     ) -> None:
         self._goodputs, self._base, self._num_devices, self._sizes = goodputs, base, num_devices, sizes
         self._passing = Goodputs(goodputs.load, goodputs.attainment, goodputs.on_simulation)
-        """Goodputs of clusters that the search passes, with the first seed alone."""
+        """Goodputs of clusters that the search only passes, with the first seed alone."""
         self._group_sizes = group_sizes
         self._guess_per_s = self._most_prompts_per_s()
         self._seen: dict[Setup, None] = {}
@@ -99,7 +99,7 @@ class Search:
         return self._num_devices / size / costs.iteration_s([prompt], 0)
 
     def _expected_per_s(self, setup: Setup) -> float:
-        """Return the goodput that the performance model predicts of a disaggregated cluster."""
+        """Return the goodput that the performance model predicts for a disaggregated cluster."""
         shape, sizes = setup.shape(), self._sizes
         prefill, decode = shape.costs.profiled
         load = OfferedLoad(1.0, sizes.prefill_s(prefill), sizes.num_output_tokens, *sizes[:2], window_s=1.0)
@@ -145,7 +145,7 @@ class Search:
         return self._fine(best)
 
     def _climb(self, best: Setup) -> Setup:
-        """Go from cluster to cluster while a neighbour is better."""
+        """Walk from cluster to cluster while a neighbour is better. Returns the last one."""
         while True:
             nearby = [self._fine(setup) for setup in placements.neighbours(best)]
             better = max([best, *nearby], key=self._low_per_s)
@@ -154,7 +154,7 @@ class Search:
             best = better
 
     def _walk(self, divisions: Sequence[Setup], best: Setup | None, index: int, step: int) -> Setup | None:
-        """Return the best cluster among `best`, the best one so far, and `divisions`, which are in order.
+        """Return the best cluster among `divisions`, which are in order, and `best`, the best one so far.
 
         The walk begins at `index`, and tries the divisions `step` before and behind it.
         """

@@ -19,8 +19,10 @@ from conductor.performance.model import Sizes
 
 FEWEST_REQUESTS = 600
 NUM_QUEUES, NUM_ANSWERS = 10, 4
-"""The length of a load: so many TTFT SLOs, and so many mean answers at the TBT SLO. It is long enough for a
-growing queue to show."""
+"""The length of a load: NUM_QUEUES TTFT SLOs, and NUM_ANSWERS mean answers at the TBT SLO.
+
+It is long enough for a growing queue to show.
+"""
 
 Play = Callable[[float, int, int], Iterable[TraceRequest]]
 
@@ -41,7 +43,7 @@ class Workload:
         return self.sizes.num_prompt_tokens + self.sizes.num_output_tokens
 
     def at(self, rate_per_s: float, nth_seed: int, slos: SLOs, most_requests: int) -> Iterable[TraceRequest]:
-        """Return requests at this rate, for the length that a trial needs."""
+        """Return requests at this rate, as many as a trial needs, at most `most_requests`."""
         assert slos.ttft_s is not None
         assert slos.tbt_s is not None
         answer_s = self.sizes.num_output_tokens * slos.tbt_s
@@ -52,7 +54,7 @@ class Workload:
 def of_trace(by_seed: Sequence[Sequence[TraceRequest]]) -> Workload:
     """Return the workload of a trace's first requests, played faster or slower to reach a rate.
 
-    `by_seed` has the trace with the arrivals that each seed draws. Raises TraceError.
+    `by_seed` has the requests once for each seed, with arrivals that the seed draws. Raises TraceError.
     """
     requests = by_seed[0]
     if len(requests) < 2 or requests[-1].arrival_s <= requests[0].arrival_s:
@@ -67,8 +69,7 @@ def of_trace(by_seed: Sequence[Sequence[TraceRequest]]) -> Workload:
 
 
 def of_synthetic(load: SyntheticLoad, seed: int, most_requests: int) -> Workload:
-    """Return the workload of a load described by `mooncake-bench fit`, at any rate. `seed` is the first
-    seed."""
+    """Return the workload of a synthetic load, at any rate. `seed` is the first seed."""
 
     def play(rate_per_s: float, num_requests: int, nth_seed: int) -> Iterator[TraceRequest]:
         at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tools.simulator.against_real TRACE.jsonl.gz --out FOLDER
 
-The command profiles a worker. Then short closed loops on the running server measure what the profile of a
-single worker does not have: the other times before a first token, the variation of iterations, and how much
-instances on the same cores slow each other down (`calibration`). Then the command sends five loads through
+The command first profiles a worker. The profile of a single worker lacks the other times before a first
+token, the variation of iterations, and how much instances on the same cores slow each other down. Short
+closed loops on the running server measure these (`calibration`). Then the command sends five loads through
 HTTP (`mooncake-bench`): a part of the trace with shorter lengths, and four synthetic loads. Each is simulated
 with the same requests, and the figures are compared. Results of an earlier call in FOLDER are used again.
 
@@ -48,14 +48,14 @@ MODEL = ModelCard("smollm2-135m", 30, 576, 9, 3, 1536, 49152)
 GIB = 1 << 30
 BLOCK_TOKENS, PREFILL_CHUNK, SATURATING_TOKENS, MAX_BATCH = 32, 512, 128, 32
 COPY_BYTES_PER_S = 5e9
-"""Bytes that a core copies in a second within its memory, to the device's pages or to another process."""
+"""The bytes a second that a core copies in memory, to the device's pages or to another process."""
 PATIENT_S = 600.0
-"""A TTFT SLO so long that nothing is rejected."""
+"""A TTFT SLO in seconds that is so long that no request is rejected."""
 CONTEXT_LEN = 8000
-"""Tokens of the longest request; longer ones of the trace are left out."""
+"""The most tokens of a request. Longer requests of the trace are left out."""
 TTFT_SLO_S, TBT_SLO_S = 4.0, 0.15
 SPEED, SCALE_LENGTHS, JITTER_S = 0.25, 0.1, 3.0
-"""The speed at which the trace is replayed, the factor of its lengths, and the length of its clock's tick."""
+"""The replay's speed, the factor of its lengths, and the seconds of a tick of the trace's clock."""
 CONVERSATIONS = "conversations"
 TOKEN_IDS = (1000, 30_000)
 TIMES_WITHIN, REJECTIONS_WITHIN = 0.15, 0.10
@@ -77,7 +77,7 @@ SYNTHETIC = {
         rate_per_s=3.0, shared_prefix_tokens=512, first_input_tokens=(544, 640, 896), output_tokens=(16, 48)
     ),
 }
-"""The other four loads, two of them with more than this server can serve within the SLOs."""
+"""The four synthetic loads. This server cannot serve all requests of two of them within the SLOs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,10 @@ class Replay:
     seed: int
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests as the server gets them, with the blocks that the server makes of the sent
-        tokens."""
+        """Yield the requests as the server gets them.
+
+        Their blocks are those that the server makes of the sent tokens.
+        """
         run = Run(
             source=self.source,
             seed=self.seed,
@@ -122,7 +124,7 @@ class Replay:
 
 
 def replays(trace: Path, folder: Path, duration_s: float, seed: int) -> dict[str, Replay]:
-    """Return the five loads by name. The parameters of the synthetic ones are written to `folder`."""
+    """Return the five loads by name. Writes the parameters of the synthetic loads to `folder`."""
     flags = {"--trace": trace, "--jitter": JITTER_S, "--speed": SPEED}
     source = TraceSource(trace, SPEED, JITTER_S)
     found = {CONVERSATIONS: Replay(source, flags, SCALE_LENGTHS, duration_s, seed)}
@@ -146,7 +148,15 @@ def run_loads(
     profile: Path,
     folder: Path,
 ) -> None:
-    """Run those loads whose folders do not exist yet, on one server with these SLOs."""
+    """Run the loads whose folders do not exist yet, on one server with these SLOs.
+
+    Args:
+        loads: The flags of `mooncake-bench run` for each load, by the load's name.
+        ttft_slo_s: The TTFT SLO in seconds.
+        tbt_slo_s: The TBT SLO in seconds.
+        profile: The file with the profile of a worker.
+        folder: The folder in which each load gets a folder with its outcomes.
+    """
     lacking = [name for name in loads if not (folder / name).exists()]
     if not lacking:
         return
@@ -176,14 +186,15 @@ def _flat(flags: dict[str, object]) -> list[str]:
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Return the outcomes of the load that was measured into `folder`, in order of arrival."""
+    """Return the outcomes of a load that was measured into `folder`, in order of arrival."""
     lines = gzip.decompress((folder / "requests.jsonl.gz").read_bytes()).splitlines()
     found = [msgspec.json.decode(line, type=Outcome) for line in lines]
     return sorted(found, key=lambda outcome: outcome.number)
 
 
 def simulate(replay: Replay, machine: Calibration) -> Results:
-    """Simulate the same requests on two cores of this machine."""
+    """Simulate the requests of a replay on a prefill and a decode instance, each with a core of this
+    machine."""
     weights_bytes, efficiencies = MODEL.weights_bytes, STATED
     core = HardwareCard(
         name="core",
@@ -214,8 +225,10 @@ def simulate(replay: Replay, machine: Calibration) -> Results:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One figure of the real server and of the simulation. Both agree if their relative difference is at most
-    `within`."""
+    """One figure of the real server and of the simulation.
+
+    Both agree if their relative difference is at most `within`.
+    """
 
     name: str
     real: float
@@ -233,7 +246,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def compare(real: Sequence[Outcome], simulated: Results) -> list[Row]:
-    """Return the figures that docs/simulator.md compares."""
+    """Return the rows of the figures that docs/simulator.md compares."""
     finished = [outcome for outcome in real if outcome.kind is Kind.FINISHED]
     times = {
         "TTFT": ([o.ttft_s for o in finished if o.ttft_s is not None], simulated["ttft_s"]),

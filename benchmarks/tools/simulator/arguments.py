@@ -14,8 +14,10 @@ from benchmarks.tools.traces.replay import TICK_S
 
 
 def add_source(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGroup:
-    """Add options for a trace or a synthetic load, and return their group, to which other sources may be
-    added."""
+    """Add options for a trace or a synthetic load, and return their group.
+
+    The group's options exclude each other. The caller may add other sources to it.
+    """
     source = group.add_mutually_exclusive_group(required=True)
     trace_help = "replay a trace: .jsonl or .csv, or either .gz"
     source.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
@@ -43,7 +45,7 @@ def add_instances(group: argparse._ArgumentGroup) -> None:
 
 
 def setup_of(options: argparse.Namespace, **more: Any) -> Setup:
-    """Return the setup of all given options that are named as its fields. Raises ConfigError."""
+    """Return the setup from the options that have the names of its fields. Raises ConfigError."""
     names = Setup.__struct_fields__
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
     return Setup(**given, **more)

@@ -8,7 +8,7 @@
 
 These loops were chosen after the outcomes of two replays were known.
 
-Owns: the loops, and what follows from their outcomes. Does not know: how they are sent, simulations.
+Owns: the loops, and the costs that follow from their outcomes. Does not know: how they are sent, simulations.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class Loop:
     concurrency: int
     num_requests: int
     seed: int
-    """The loop's own seed, so that no prompt is cached."""
+    """The loop's own seed. It differs from all others, so that no prompt is cached."""
 
     def flags(self) -> dict[str, object]:
         """Return the flags for `mooncake-bench run`."""
@@ -56,12 +56,15 @@ LOOPS = {
     BUSY_LONG: Loop(1536, 48, concurrency=4, num_requests=16, seed=105),
 }
 BUSY_LOOPS = (BUSY_SHORT, BUSY, BUSY_LONG)
-"""Loops with so many requests at a time that some prompt is always being computed."""
+"""The loops with so many requests at a time that a prompt is being computed all the time."""
 PASS_TOKENS = 512
 
 
 class Corrected(Profiled):
-    """Costs corrected by the running server. The Conductor is given the costs of the profile."""
+    """The costs of a profile, corrected by measurements of the running server.
+
+    The simulated Conductor still gets the costs of the profile.
+    """
 
     def __init__(self, profiled: tuple[Costs, Costs], prefill_factor: float, decode_factor: float) -> None:
         prefill, decode = profiled
@@ -73,10 +76,11 @@ class Corrected(Profiled):
 class Calibration:
     """The measured costs of one machine.
 
-    `first_token_s` is what a first token takes besides its prefill instance, and `prompt_s` what each prompt
-    takes of that instance besides passes. `slowdowns` are the factors of prefill and of decode, while the
-    other one computes too; `join_costs` are the costs of requests that join a batch. `longest_mean`: the mean
-    of the longest tenth of a request's gaps, divided by the mean of all.
+    `first_token_s` is the time before a first token that is not spent at its prefill instance, and `prompt_s`
+    the time that each prompt takes of that instance besides its passes. `slowdowns` are the factors of
+    prefill and of decode while the other instance computes too. `join_costs` are the costs of requests that
+    join a batch. `longest_mean` is the mean of the longest tenth of a request's gaps, divided by the mean of
+    all gaps.
     """
 
     profiled: tuple[Costs, Costs]
@@ -94,7 +98,7 @@ class Calibration:
 
 
 def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Outcome]]) -> Calibration:
-    """Return the calibration computed from the outcomes of all `LOOPS`; rejected requests are ignored."""
+    """Return the calibration that follows from the outcomes of all `LOOPS`. Rejected requests are ignored."""
     prefill, decode = profiled
     finished = {
         name: [outcome for outcome in outcomes[name] if outcome.kind is Kind.FINISHED] for name in LOOPS
@@ -130,7 +134,7 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
-    """The outcome of a busy loop: gaps of `gap_s` between tokens, and a first token every `each_s`."""
+    """The measurements of a busy loop: `gap_s` between tokens, and a first token every `each_s` seconds."""
 
     num_input_tokens: int
     num_decoding: float
@@ -143,7 +147,10 @@ class _Busy:
 
     @classmethod
     def of(cls, loop: Loop, outcomes: Sequence[Outcome], prefill: Costs, decode: Costs) -> Self:
-        """Return the outcome of `loop`. The costs are those of an undisturbed instance."""
+        """Return the measurements of `loop`.
+
+        `prefill` and `decode` are the costs of an undisturbed instance.
+        """
         firsts_s = sorted(o.scheduled_s + o.ttft_s for o in outcomes if o.ttft_s is not None)
         each_s = (firsts_s[-1] - firsts_s[0]) / (len(firsts_s) - 1)
         gap_s = _mean_gap_s(outcomes)
@@ -171,7 +178,7 @@ def _fitted_gaps(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
 
 
 def _fitted_prefills(busy: Sequence[_Busy]) -> tuple[float, float]:
-    """Fit seconds for each prompt = prefill * slowdown while somebody is decoded + constant.
+    """Fit seconds for each prompt = prefill * slowdown while a request is being decoded + constant.
 
     Returns the slowdown, at least 1, and the constant.
     """
@@ -183,10 +190,10 @@ def _fitted_prefills(busy: Sequence[_Busy]) -> tuple[float, float]:
 def _non_negative(
     rows: Sequence[tuple[float, ...]], targets: Sequence[float], scales: Sequence[float]
 ) -> list[float]:
-    """Return the factors, none negative, whose sums over `rows` are nearest to `targets`.
+    """Return the factors whose sums over `rows` are nearest to `targets`. No factor is negative.
 
-    Errors count relative to `scales`. Of the fits with the first factor and any of the others, the best one
-    without a negative factor is taken.
+    Errors are relative to `scales`. The result is the best fit without a negative factor that uses the first
+    factor and any of the other factors.
     """
     features = np.array(rows) / np.array(scales)[:, None]
     values = np.array(targets) / np.array(scales)

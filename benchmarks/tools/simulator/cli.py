@@ -1,6 +1,6 @@
-"""`mooncake-sim`: simulates a cluster under a load.
+"""The command `mooncake-sim`, which simulates a cluster under a load.
 
-Owns: the command line. Does not know: how anything is simulated.
+Owns: the command line. Does not know: how clusters are simulated.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0, 1 after a failure, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _simulate(options, ["mooncake-sim", *arguments]))
 
@@ -94,7 +94,7 @@ _NEEDED = {
     "overload": ("--overload", _CONDUCTOR),
     "max_waiting": ("--max-waiting", _CONDUCTOR),
 }
-"""The option of each field, and the kinds of clusters in which the field has an effect."""
+"""The option of each field, and the kind of cluster in which the field has an effect."""
 
 
 def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:
@@ -108,7 +108,7 @@ def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:
 
 
 def _timed(text: str) -> tuple[float, str]:
-    """Parse a time in seconds and a word, as in `60:decode`."""
+    """Parse a time in seconds and a word, such as `60:decode`."""
     seconds, _, word = text.partition(":")
     if not word:
         raise argparse.ArgumentTypeError(f"expected SECONDS:WORD, got {text!r}")
@@ -135,8 +135,10 @@ _Load = tuple[str, Callable[[], Iterator[TraceRequest]]]
 
 
 def _loads(options: argparse.Namespace) -> tuple[list[_Load], int | None]:
-    """Return the loads with their names, and the number of requests if that is known. Raises ConfigError,
-    TraceError."""
+    """Return the loads with their names, and the number of requests if it is known.
+
+    Raises ConfigError or TraceError.
+    """
     if options.trace is not None:
         if options.rate:
             raise ConfigError("a --trace has its own rate: change it with --speed")

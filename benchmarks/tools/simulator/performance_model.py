@@ -3,8 +3,8 @@
     python -m benchmarks.tools.simulator.performance_model FOLDER
 
 A worker's profile and the closed loops of `benchmarks.tools.simulator.calibration` give the model's costs.
-Other closed loops, of other sizes and numbers of requests, are measured and predicted. What FOLDER has is not
-measured again. The command ends with 1 if a figure differs by more than 15%.
+Then closed loops of other sizes and other numbers of requests are measured and predicted. Results that FOLDER
+has already are not measured again. The command ends with status 1 if a figure differs by more than 15%.
 
     TTFT, TPOT    means of all requests between the first and the last answer's quarter
     tokens/s      output tokens
@@ -44,7 +44,7 @@ PREDICTED = {
     "12 requests of 200 and 128": Loop(200, 128, concurrency=12, num_requests=60, seed=203),
     "24 requests of 96 and 96": Loop(96, 96, concurrency=24, num_requests=120, seed=204),
 }
-"""The closed loops that are predicted: none of the sizes of the calibration."""
+"""The closed loops that are predicted. The calibration has no loops of these sizes."""
 
 
 def pairs(machine: Calibration, loop: Loop) -> Pairs:
@@ -63,7 +63,7 @@ def pairs(machine: Calibration, loop: Loop) -> Pairs:
 
 
 def compare(name: str, loop: Loop, machine: Calibration, found: Sequence[Outcome]) -> list[Row]:
-    """Return the figures of a loop, measured and predicted."""
+    """Return the rows of a loop's figures, measured and predicted."""
     ends_s = sorted(outcome.scheduled_s + outcome.answered_s for outcome in found)
     began_s, ended_s = ends_s[len(ends_s) // 4], ends_s[-(len(ends_s) // 4)]
     steady = [o for o in found if began_s <= o.scheduled_s + o.answered_s < ended_s]
@@ -95,7 +95,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Measure what the folder lacks, and compare."""
+    """Measure the loops that the folder lacks, and compare all loops with the predictions."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tools.simulator.performance_model",
         description="BanaServe's performance model beside the real server.",

@@ -20,7 +20,10 @@ _WINDOW_S = 60.0
 
 
 class Drawn(NamedTuple):
-    """One run as it is drawn. `series` is None for clusters without pools of prefill and decode instances."""
+    """One run with all that is drawn of it.
+
+    `series` is None for clusters without pools of prefill and decode instances.
+    """
 
     run: SimulatedRun
     results: Results
@@ -39,7 +42,7 @@ def draw(drawn: Sequence[Drawn], slos: SLOs, folder: Path) -> None:
 
 
 def draw_latencies(drawn: Sequence[Drawn], slos: SLOs, path: Path) -> None:
-    """Draw the CDFs of TTFT and TBT. Shares are of all requests."""
+    """Draw the CDFs of TTFT and TBT to `path`. Shares are of all requests."""
     latencies_figure([_latencies(of_run) for of_run in drawn], slos.ttft_s, slos.tbt_s).savefig(path)
 
 
@@ -84,7 +87,7 @@ def hit_rate_over_time(results: Results) -> tuple[np.ndarray, np.ndarray]:
 
 
 def goodput_curves(drawn: Sequence[Drawn]) -> dict[str, list[tuple[float, float]]]:
-    """Return, by cluster, pairs of the rate at which requests arrived and the goodput."""
+    """Return each cluster's curve: pairs of the rate of arrivals and the goodput, in requests a second."""
     return {
         cluster: [(d.run.rate_per_s, d.run.summary.goodput_per_s) for d in drawn if d.run.cluster == cluster]
         for cluster in dict.fromkeys(d.run.cluster for d in drawn)

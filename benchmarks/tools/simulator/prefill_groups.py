@@ -1,12 +1,12 @@
 """The time of a prompt on a group of prefill nodes: chunked pipeline parallelism, and sequence parallelism.
 
-- *CPP* (Mooncake, section 5.1): each node has a part of the layers, chunks of the prompt follow one another.
-  Hidden states go from node to node, once for each boundary.
+- *CPP* (Mooncake, section 5.1): each node has a part of the layers, and chunks of the prompt follow one
+  another. Hidden states go from node to node, once for each boundary.
 - *Ring attention* (Liu et al., 2023): each node has all layers and a contiguous part of the tokens. In each
   layer the KVCache of all parts goes round the nodes: in each step a node attends to one part while the next
-  part arrives. A causal mask leaves the node with the first tokens idle in most steps, as all nodes wait for
-  the one with the last tokens.
-- *Striped attention* (Brandon et al., 2023): token i is on node i mod N, so a step is half masked on each.
+  part arrives. Because of the causal mask the node with the first tokens is idle in most steps: all nodes
+  wait for the node with the last tokens.
+- *Striped attention* (Brandon et al., 2023): token i is on node i mod N, so half of a step is masked on each.
 
 Owns: these times, by roofline. Does not know: queues, which nodes a prompt gets.
 """
@@ -24,7 +24,7 @@ from workers.prefill.chunks import LayerCosts
 MOST_CHUNK_TOKENS = 8192
 """The most tokens of a pass of CPP."""
 STEP_S = 20e-6
-"""Seconds that a step of the ring takes in any case: the launch of a kernel, and of a transfer."""
+"""The least seconds of a step of the ring: the launch of a kernel, and of a transfer."""
 
 
 class Attention(StrEnum):
@@ -36,17 +36,19 @@ class Attention(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillNodes:
-    """Nodes of one model. Between any two of them `link_bytes_per_s` go in each direction."""
+    """Nodes that prefill with one model.
+
+    Each pair of nodes exchanges `link_bytes_per_s` in each direction.
+    """
 
     model: ModelCard
     hardware: HardwareCard
     link_bytes_per_s: float
 
     def chunks(self, num_tokens: int, num_nodes: int) -> list[range]:
-        """Return chunks that take equally long, as many as make the prompt end first
-        (`workers.prefill.chunks`).
+        """Return chunks that take equally long, in the number with which the prompt ends first.
 
-        The rule is the server's, with the duration of a pass by the roofline.
+        The rule is the server's (`workers.prefill.chunks`), with the duration of a pass by roofline.
         """
         costs = LayerCosts(2 * self.model.num_linear_weights / self._flops, self._pair_s)
         whole_s, pass_s = costs.of_tokens(0, num_tokens), num_nodes * self.stage_s(range(0), num_nodes)
@@ -56,13 +58,15 @@ class PrefillNodes:
         return [range(start, end) for start, end in itertools.pairwise([0, *ends, num_tokens])]
 
     def stage_s(self, chunk: range, num_nodes: int) -> float:
-        """Return the seconds of a stage for a chunk: of its layers, or of sending hidden states if that is
-        longer."""
+        """Return the seconds that a stage takes for a chunk.
+
+        They are the seconds of its layers, or of sending hidden states if that takes longer.
+        """
         computed_s = STATED.iteration_overhead_s + self._layers_s(len(chunk), chunk.start) / num_nodes
         return max(computed_s, self.hidden_s(len(chunk)) if num_nodes > 1 else 0.0)
 
     def hidden_s(self, num_tokens: int) -> float:
-        """Return the seconds in which the hidden states of a chunk go to the next node."""
+        """Return the seconds in which the hidden states of `num_tokens` tokens go to the next node."""
         return num_tokens * self.model.hidden * DTYPE_BYTES["bfloat16"] / self._bytes_per_s
 
     def sp_s(self, num_tokens: int, num_nodes: int, attention: Attention) -> float:
@@ -74,8 +78,10 @@ class PrefillNodes:
         return STATED.iteration_overhead_s + linear_s + self._steps_s(part, num_nodes, attention)
 
     def _steps_s(self, part: float, num_nodes: int, attention: Attention) -> float:
-        """Return the seconds of attention in all layers. Each step takes as long as the slowest node, or as
-        the transfer beside it."""
+        """Return the seconds of attention in all layers.
+
+        Each step takes as long as the slowest node, or as the transfer beside it.
+        """
         num_layers, block_s = self.model.num_layers, part * part * self._pair_s
         send_s = num_layers * STEP_S + part * self.model.kv_bytes_per_token / self._bytes_per_s
         # The last node has nothing masked but in the first step; striped, half is masked on every node.

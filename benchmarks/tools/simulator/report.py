@@ -16,23 +16,23 @@ REPORT_FILE = "report.json"
 
 
 class SimulatedRun(msgspec.Struct, frozen=True):
-    """The figures of one load on one cluster. `reasons`: the numbers of rejections by reason."""
+    """The figures of one load on one cluster. `reasons` counts rejections by their reason."""
 
     cluster: str
     load: str
     rate_per_s: float
-    """Offered requests a second."""
+    """The rate of arrivals in requests a second."""
     summary: Summary
     reasons: dict[str, int]
     num_events: int
     seconds: float
     """Seconds that the simulation took."""
     conductor: dict[str, float] | None = None
-    """Counts of the Conductor; None without one."""
+    """Counts of the Conductor; None for clusters without a Conductor."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The description of a simulation, and its results."""
+    """The description of a simulation, and the results of its runs."""
 
     command: str
     settings: dict[str, Any]
@@ -84,7 +84,7 @@ def _rows(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _elastic(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
-    """Return the rows about changes of roles and moves of requests; none if there were none."""
+    """Return the rows about changes of roles and moves of requests; none if nothing changed or moved."""
     counts = [run.conductor or {} for run in runs]
     if not any(of.get("num_switches") or of.get("num_moves") for of in counts):
         return []

@@ -1,6 +1,6 @@
-"""The load over time, as Figures 9 and 10 of the Mooncake paper draw it.
+"""The load over time, as it is drawn in Figures 9 and 10 of the Mooncake paper.
 
-Owns: samples, one a second. Does not know: the causes of the load.
+Owns: samples, one for each second. Does not know: the causes of the load.
 """
 
 from array import array
@@ -15,10 +15,10 @@ COLUMNS = ("time_s", "prefill_load", "decode_load", "num_queued", "num_decoding"
 
 
 class LoadSeries:
-    """The `on_second` callback of a cluster that samples the loads.
+    """A recorder of a cluster's load, for the cluster's `on_second` callback.
 
-    A load is the mean over the instances of a pool (section 7.1): for prefill the seconds of the queue in
-    relation to the TTFT SLO, for decode those of an iteration in relation to the TBT SLO.
+    A load is the mean over the instances of a pool (section 7.1). For prefill it is the seconds of the queue
+    divided by the TTFT SLO, for decode the seconds of an iteration divided by the TBT SLO.
     """
 
     def __init__(self, slos: SLOs) -> None:

@@ -47,18 +47,18 @@ class Leave(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster of `num_prefill` and `num_decode` instances, of `num_both` instances with or without those,
-    or of `num_coupled` ones.
+    """The description of a cluster and its policies.
 
-    Defaults are those of the server, except for `inlining`, and Mooncake's testbed.
+    A cluster has `num_prefill` and `num_decode` instances, or `num_both` instances, or all three, or else
+    `num_coupled` instances. Defaults are those of the server (except `inlining`) and of Mooncake's testbed.
     """
 
     model: str = "llama3-70b"
     hardware: str = "a800"
     num_gpus: int | None = None
-    """GPUs of an instance; None: a whole node."""
+    """GPUs of an instance; None for a whole node."""
     profile: str | None = None
-    """A file of costs that replace the cards'."""
+    """A file of measured costs that replace the costs of the cards."""
     num_prefill: int = 0
     num_decode: int = 0
     num_both: int = 0
@@ -66,27 +66,27 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     inlining: bool = False
     """Whether decode instances also compute prompts, where that adds the least waiting."""
     rebalancing: bool = False
-    """Whether roles of instances change as the load does, and requests move between decode instances."""
+    """Whether roles of instances follow the load, and requests move between decode instances."""
     joins: tuple[Join, ...] = ()
     """Instances that join later."""
     leaves: tuple[Leave, ...] = ()
     """Instances that leave before the end."""
     num_coupled: int = 0
     chunk_tokens: int | None = None
-    """Tokens of a chunk of coupled instances; None: they compute whole prompts."""
+    """Tokens of an iteration of coupled instances; None if they compute prompts whole."""
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = PolicySettings().kvcache_balancing_threshold
     load_threshold: float = PolicySettings().load_threshold
     overload: Overload = Overload.PREDICTION
     max_waiting: int = 0
-    """The most requests that are deferred instead of rejected while decode's load is too high."""
+    """The most requests that wait, instead of being rejected, while decode's load is too high."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     block_tokens: int = BLOCK_TOKENS
-    """Tokens of a KVCache block. The blocks of loads consist of whole ones."""
+    """Tokens of a KVCache block. It must divide the blocks of loads, which have 512 tokens."""
     pool_tokens: int | None = None
-    """Tokens of an instance's part of the pool; None for the number that its DRAM holds."""
+    """Tokens of an instance's part of the pool; None for as many as its DRAM holds."""
     nic_gbps: float | None = None
-    """Network bandwidth of an instance in Gbit/s; None for that of its hardware."""
+    """Network bandwidth of an instance in Gbit/s; None for the bandwidth of its hardware."""
     prefill_chunk: int = 2048
     prefill_layer_window: bool = False
     max_batch: int = 256
@@ -118,8 +118,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shape(self) -> InstanceShape:
-        """Return the shape of the instances. Raises ConfigError for unknown names and SLOs that nothing could
-        meet."""
+        """Return the shape of the instances.
+
+        Raises ConfigError for unknown names and for SLOs that no instance can meet.
+        """
         model, hardware = model_card(self.model), hardware_card(self.hardware)
         if self.num_gpus is not None:
             hardware = hardware.with_gpus(self.num_gpus)
@@ -211,7 +213,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 def _seldom_collected() -> Iterator[None]:
     """Make a context in which garbage is collected less often.
 
-    A run makes many objects, few of them in cycles; looking for these takes a twentieth of its time.
+    A run makes many objects, few of them in cycles. The search for cycles takes a twentieth of its time.
     """
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
@@ -224,7 +226,7 @@ def _seldom_collected() -> Iterator[None]:
 def simulate(
     setup: Setup, load: Iterable[TraceRequest], load_name: str = "", on_second: OnSecond | None = None
 ) -> tuple[SimulatedRun, Results]:
-    """Run one simulation. Raises ConfigError, TraceError."""
+    """Run one simulation, and return its figures and results. Raises ConfigError or TraceError."""
     cluster = setup.cluster(on_second)
     began_s = time.process_time()
     with _seldom_collected():

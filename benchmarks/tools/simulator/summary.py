@@ -1,7 +1,7 @@
 """The figures of a run: latencies, goodput, hits, by the papers' definitions.
 
-TBT of a request is the mean of its longest 10% of token gaps; a request is *effective* when TTFT and TBT are
-both within their SLOs (Mooncake, FAST'25). Rejected and failed requests are not effective.
+A request's TBT is the mean of its longest 10% of token gaps. A request is *effective* when its TTFT and TBT
+are both within their SLOs (Mooncake, FAST'25). Rejected and failed requests are not effective.
 
 Owns: the figures. Does not know: how they are shown.
 """
@@ -15,7 +15,7 @@ from benchmarks.tools.simulator.cluster.requests import Outcome, Results
 
 
 class SLOs(NamedTuple):
-    """The SLOs by which requests are measured; None: any time is good enough."""
+    """The SLOs by which requests are measured, in seconds; None for no limit."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -25,7 +25,7 @@ NO_SLOS = SLOs()
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """The distribution of a time in seconds; all zero without requests."""
+    """The distribution of a time in seconds. All figures are 0 if there are no requests."""
 
     mean: float
     p50: float
@@ -42,8 +42,10 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Figures of one run. Shares are from 0 to 1. Tokens and prefill seconds are of all requests that
-    ended."""
+    """Figures of one run. Shares are from 0 to 1.
+
+    Tokens and prefill seconds are of all requests that have ended.
+    """
 
     num_requests: int
     num_finished: int
@@ -58,10 +60,10 @@ class Summary(msgspec.Struct, frozen=True):
     ttft_s: Distribution
     tbt_s: Distribution
     ttft_attainment: float
-    """Share of the finished requests within the SLO."""
+    """The share of finished requests whose TTFT is within the SLO."""
     tbt_attainment: float
     cached_share: float
-    """The cached share of all input tokens, wherever they were found."""
+    """The cached share of all input tokens, in whichever instance the tokens were cached."""
     fetched_share: float
     """The share of all input tokens that came from other instances."""
     prefill_s_per_request: float
@@ -69,7 +71,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def effective_share(self) -> float:
-        """The share of effective requests among all."""
+        """The share of effective requests among all requests."""
         return self.num_effective / max(1, self.num_requests)
 
 
@@ -103,8 +105,10 @@ def summarize(results: Results, slos: SLOs = NO_SLOS) -> Summary:
 
 
 def _within(values: "np.ndarray[Any, Any]", slo_s: float | None) -> "np.ndarray[Any, Any]":
-    """Return which values are within an SLO. NaN is within every SLO: a request with one token has no
-    gaps."""
+    """Return which values are within an SLO (bool, one for each value).
+
+    NaN is within every SLO: a request with one token has no gaps.
+    """
     if slo_s is None:
         return np.ones(len(values), np.bool_)
     return ~(values > slo_s)

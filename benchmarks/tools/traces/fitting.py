@@ -2,7 +2,7 @@
 
 Prefixes are followed with a table of all block ids, so memory grows with the number of different blocks.
 
-Owns: the estimators. Does not know: files, and how loads are made of the parameters (`synthetic`).
+Owns: the estimators. Does not know: files, and how loads are made from the parameters (`synthetic`).
 """
 
 import itertools
@@ -18,15 +18,18 @@ from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceReque
 from benchmarks.tools.traces.synthetic import SyntheticLoad, Values
 
 NUM_PARTS = 64
-"""The number of values that stand for a distribution."""
+"""The number of values by which a distribution is described."""
 SHARED_BY = 0.5
-"""The share of the prompts that must have a leading block for the block to count as shared by all."""
+"""The share of prompts that must begin with a block for the block to count as shared by all."""
 WINDOW_S = 30.0
-"""Seconds of a window in which arrivals are counted for the burstiness; longer than the ticks of traces."""
+"""Seconds of the windows in which arrivals are counted for the burstiness. Ticks of traces are shorter."""
 
 
 class TraceSummary(NamedTuple):
-    """Figures of a trace. Hit rates are of one unlimited cache: of blocks, and of the tokens in them."""
+    """Figures of a trace.
+
+    Hit rates are those of one cache of unlimited size, for blocks and for their tokens.
+    """
 
     num_requests: int
     duration_s: float
@@ -49,7 +52,10 @@ class _Known(NamedTuple):
 
 
 def fit(requests: Iterable[TraceRequest]) -> Fit:
-    """Return the fit of a trace. Raises TraceError for a trace with fewer than two arrivals."""
+    """Return the figures and the synthetic load of a trace.
+
+    Raises TraceError for fewer than two arrival times.
+    """
     trace = list(requests)
     if len(trace) < 2 or trace[-1].arrival_s <= trace[0].arrival_s:
         raise TraceError(
@@ -107,7 +113,7 @@ def fit(requests: Iterable[TraceRequest]) -> Fit:
 
 
 def values_of(samples: Sequence[float]) -> Values:
-    """Return the means of equally large parts of the sorted samples."""
+    """Return the means of equally large parts of the sorted samples, at most `NUM_PARTS`."""
     ordered = sorted(samples)
     num_parts = min(NUM_PARTS, len(ordered))
     bounds = [len(ordered) * part // num_parts for part in range(num_parts + 1)]
@@ -123,7 +129,7 @@ def _num_found(hash_ids: Sequence[int], known: dict[int, _Known]) -> int:
 
 
 def _num_shared_blocks(trace: Sequence[TraceRequest]) -> int:
-    """Return the number of leading blocks that `SHARED_BY` of all prompts have."""
+    """Return the number of leading blocks that at least `SHARED_BY` of all prompts have."""
     for index in range(max(len(request.hash_ids) for request in trace)):
         at_index = Counter(request.hash_ids[index] for request in trace if index < len(request.hash_ids))
         if at_index.most_common(1)[0][1] < SHARED_BY * len(trace):
@@ -132,8 +138,10 @@ def _num_shared_blocks(trace: Sequence[TraceRequest]) -> int:
 
 
 def _burstiness(arrivals_s: Sequence[float]) -> float:
-    """Return the variance of the arrivals in windows of `WINDOW_S`, divided by the mean; 1 for too few
-    windows."""
+    """Return the variance of the number of arrivals in windows of `WINDOW_S`, divided by its mean.
+
+    With fewer than 10 windows the result is 1.
+    """
     num_windows = math.floor((arrivals_s[-1] - arrivals_s[0]) / WINDOW_S)
     if num_windows < 10:
         return 1.0

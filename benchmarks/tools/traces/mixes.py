@@ -1,6 +1,6 @@
 """Loads of a few classes of requests with fixed lengths. Prompts share nothing.
 
-Owns: the classes of the named mixes, and the SLOs that belong to them. Does not know: who is loaded.
+Owns: the classes of the named mixes, and the SLOs that belong to them. Does not know: the loaded system.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Loads that change: phases with long prompts and with long answers in turn, bursts, growth.
+"""Loads that change over time: phases with long prompts or long answers in turn, bursts, growth.
 
 Owns: phases, and the sequence of their requests. Does not know: the loaded system.
 """
@@ -13,7 +13,7 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class Phase(NamedTuple):
-    """A time of `duration_s` seconds with requests of one kind, `rate_per_s` of them a second."""
+    """A time of `duration_s` seconds in which `rate_per_s` equal requests arrive each second."""
 
     duration_s: float
     rate_per_s: float

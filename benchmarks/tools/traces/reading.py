@@ -1,9 +1,9 @@
-"""Traces in files: Mooncake's format, and CSV; plain or `.gz`.
+"""Readers of trace files: Mooncake's format, and CSV; plain or `.gz`.
 
-A file is read a line at a time, however long it is. A line that is no request ends the reading with an error
-that names it. Two faults of real traces are repaired, counted and reported instead: a request without an
-input or an output (it failed where the trace was recorded) is left out, and a request that is earlier than
-the one before it arrives together with that one.
+A file is read line by line, so it may be long. A line that is no request ends the reading with an error that
+names the line. Two faults of real traces are repaired, counted and reported instead. A request without an
+input or an output (it failed where the trace was recorded) is left out. A request whose time is before the
+previous request's arrives together with that request.
 
 Owns: formats. Does not know: what a trace is used for.
 """
@@ -27,13 +27,13 @@ _OUTPUTS = ("num_output_tokens", "output_length", "output", "generatedtokens", "
 
 
 class TraceFile:
-    """An iterable of the requests of one file, in the order of their arrival; the first one arrives at 0.
+    """An iterable of the requests of one file, in order of arrival. The first one arrives at second 0.
 
     `num_dropped` and `num_out_of_order` count the repairs of the latest iteration.
     """
 
     def __init__(self, path: Path) -> None:
-        """Prepare the reading. Raises TraceError for a file of an unknown kind."""
+        """Prepare to read `path`. Raises TraceError if its suffix is unknown."""
         self.path = path
         suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         parsers: dict[str, Callable[[Iterator[str], str], Iterator[tuple[int, TraceRequest]]]] = {

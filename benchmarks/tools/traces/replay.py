@@ -1,6 +1,6 @@
-"""Changes of a trace that is played: without the ticks of its clock, at another speed, a part of it.
+"""Changes of a trace: arrivals between the ticks of its clock, another speed, only a part of it.
 
-Each function takes requests in the order of their arrival and yields them in that order, one at a time.
+Each function takes requests in order of arrival and yields them in that order, one at a time.
 
 Owns: changes of a load. Does not know: where the load comes from, which system gets it.
 """
@@ -16,10 +16,10 @@ TICK_S = 3.0
 
 
 def jittered(requests: Iterable[TraceRequest], jitter_s: float, seed: int) -> Iterator[TraceRequest]:
-    """Spread the requests of each tick of a coarse clock over `jitter_s` from the tick, but not beyond the
-    next one.
+    """Yield the requests with arrivals spread over `jitter_s` seconds behind the tick of a coarse clock.
 
-    Published traces have such ticks (Mooncake's: 3 s). Played unchanged, every tick would be a burst.
+    Published traces have such ticks (Mooncake's: 3 s), and played unchanged every tick would be a burst. No
+    request arrives after the next tick.
     """
     rng = random.Random(seed)
     ticks = itertools.groupby(requests, key=lambda request: request.arrival_s)
@@ -42,11 +42,11 @@ def _next_tick(
 
 
 def at_speed(requests: Iterable[TraceRequest], speed: float) -> Iterator[TraceRequest]:
-    """Yield the requests at another speed: 2 plays two hours in one."""
+    """Yield the requests at another speed: with 2, two hours take one hour."""
     for request in requests:
         yield request._replace(arrival_s=request.arrival_s / speed)
 
 
 def until(requests: Iterable[TraceRequest], duration_s: float) -> Iterator[TraceRequest]:
-    """Yield the requests that arrive before `duration_s`."""
+    """Yield the requests that arrive before second `duration_s`."""
     return itertools.takewhile(lambda request: request.arrival_s < duration_s, requests)

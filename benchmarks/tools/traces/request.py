@@ -1,4 +1,4 @@
-"""One request of a load, and the error of loads that cannot be made.
+"""One request of a load, and the error for loads that cannot be made.
 
 Owns: the vocabulary of loads. Does not know: where loads come from, which system gets them.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mooncake.errors import MooncakeError
 
 BLOCK_TOKENS = 512
-"""Tokens of the blocks that `hash_ids` name."""
+"""The number of tokens of each block that `hash_ids` name."""
 
 
 class TraceError(MooncakeError):
@@ -17,7 +17,7 @@ class TraceError(MooncakeError):
 
 
 class TraceRequest(NamedTuple):
-    """One request. `hash_ids` name the blocks of the prompt, the last of which may be partial.
+    """One request. `hash_ids` name the blocks of its prompt; the last block may be partial.
 
     An id stands for a block and all tokens before it, so equal ids mean equal prefixes. A prompt without ids
     shares nothing.
@@ -31,12 +31,12 @@ class TraceRequest(NamedTuple):
 
 
 def num_blocks_of(num_tokens: int) -> int:
-    """Return the number of blocks of a prompt, the partial one included."""
+    """Return the number of blocks of a prompt, including the partial block."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
 def in_blocks(load: Iterable[TraceRequest], block_tokens: int) -> Iterator[TraceRequest]:
-    """Yield the same requests with ids of shorter blocks: each block is divided into equal ones."""
+    """Yield the same requests with shorter blocks: each block is divided into blocks of `block_tokens`."""
     num_parts = BLOCK_TOKENS // block_tokens
     for request in load:
         if num_parts > 1:

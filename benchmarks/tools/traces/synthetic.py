@@ -1,8 +1,9 @@
 """Synthetic loads: conversations of several turns, with a prefix that all prompts share.
 
-A request begins a conversation, or continues one. Then its prompt begins with the whole blocks of an earlier
-prompt, or with a share of these blocks where the user went back and changed something, and new tokens follow.
-Earlier answers are among the new tokens, as the load cannot know the ids of their blocks.
+A request begins a conversation, or continues one. In a continued conversation the prompt begins with the
+whole blocks of an earlier prompt, or with only some of them where the user went back and changed something.
+New tokens follow. Earlier answers are among the new tokens, because the load cannot know the ids of their
+blocks.
 
 Owns: the model of a load and its parameters. Does not know: where the parameters come from (`fitting`).
 """
@@ -19,10 +20,13 @@ from benchmarks.tools.traces.arrivals import arrivals
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceRequest, num_blocks_of
 
 MAX_OPEN = 20_000
-"""Conversations that can be continued, up to twice as many at times; the oldest are forgotten first."""
+"""The number of conversations that can be continued, at times up to twice as many.
+
+The oldest are forgotten.
+"""
 
 Values = tuple[float, ...]
-"""A distribution as the means of its equally likely parts, ascending. One value is a constant."""
+"""A distribution, given by the means of its equally likely parts, ascending. One value is a constant."""
 
 
 class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,14 +34,14 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rate_per_s: float
     first_input_tokens: Values
-    """Tokens of prompts that begin a conversation, shared prefix included."""
+    """Tokens of prompts that begin a conversation, including the shared prefix."""
     output_tokens: Values
     burstiness: float = 1.0
     """The variance of the number of arrivals, divided by its mean; 1 is a Poisson process."""
     shared_prefix_tokens: int = 0
     """Tokens with which all prompts begin, like a system prompt; whole blocks of 512."""
     follow_up_share: float = 0.0
-    """The share of all requests that continue an earlier one."""
+    """The share of all requests that continue a conversation."""
     turn_gap_s: Values = (60.0,)
     """Seconds from one arrival of a conversation to the next."""
     kept_share: Values = (1.0,)
@@ -71,7 +75,10 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampler:
-    """A sampler that draws from `Values`, also between the parts' means. Draws have the mean of all parts."""
+    """A sampler that draws from `Values`, also numbers between them.
+
+    The mean of its draws is that of the values.
+    """
 
     def __init__(self, values: Values) -> None:
         gaps = [after - before for before, after in itertools.pairwise(values)]
@@ -84,7 +91,7 @@ class Sampler:
 
 
 def synthesize(load: SyntheticLoad, seed: int) -> Iterator[TraceRequest]:
-    """Yield requests without end."""
+    """Yield the requests of a load, without end."""
     rng = random.Random(seed)
     output_tokens, turn_gap_s = Sampler(load.output_tokens), Sampler(load.turn_gap_s)
     prompts = _Prompts(load, rng)
@@ -146,8 +153,10 @@ class _Conversations:
             del self._arrivals_s[:MAX_OPEN], self._prompts[:MAX_OPEN]
 
     def take(self, arrived_s: float) -> _Prompt | None:
-        """Remove and return the conversation whose latest arrival is nearest to `arrived_s`; None if there is
-        none."""
+        """Remove the conversation whose latest arrival is nearest to `arrived_s`, and return its prompt.
+
+        Returns None if there is no conversation.
+        """
         if not self._prompts:
             return None
         index = bisect.bisect(self._arrivals_s, arrived_s)

@@ -18,13 +18,15 @@ LONGEST_SHARE = 0.1
 """The share of a request's token gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25)."""
 _MAX_RUNS = 4096
 Gaps = list[tuple[int, float]]
-"""Gaps between tokens, as (number, seconds)."""
+"""Gaps between tokens, as pairs (number of gaps, seconds of each)."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One request in the batch. When it joins, `num_tokens` have KVCache and `num_left` are still to be
-    drawn."""
+    """One request in the batch.
+
+    When it joins, `num_tokens` tokens have KVCache, and `num_left` tokens are still to be drawn.
+    """
 
     number: int
     """The request's number in order of arrival."""
@@ -50,7 +52,7 @@ class IterationCost(NamedTuple):
     kv_token_s: float
 
     def iterations_s(self, num_kv_tokens: int, size: int, num_iterations: int) -> float:
-        """Return the seconds of `num_iterations` iterations."""
+        """Return the seconds of the next `num_iterations` iterations of a batch of `size` requests."""
         num_grown = size * num_iterations * (num_iterations - 1) / 2
         return num_iterations * (self.fixed_s + self.kv_token_s * num_kv_tokens) + self.kv_token_s * num_grown
 
@@ -66,7 +68,7 @@ class IterationCost(NamedTuple):
 class Batch:
     """The members of a batch.
 
-    Invariant: `num_kv_tokens` is the sum over the members, without the newest token of each.
+    Invariant: `num_kv_tokens` is the number of all members' tokens, except the newest token of each.
     """
 
     def __init__(self) -> None:
@@ -74,9 +76,9 @@ class Batch:
         self.num_iterations = 0
         self._members: dict[Member, None] = {}
         self._leaving: list[tuple[int, int, Member]] = []
-        """Members by last iteration; removed ones are still among them."""
+        """A heap of members by last iteration. Removed members stay in it."""
         self._runs: Gaps = []
-        """Runs as (iterations, seconds of each iteration); a run of 0 iterations is a stall."""
+        """Runs as (iterations, seconds of each iteration). A run of 0 iterations is a stall."""
         self._num_dropped_runs = 0
 
     @property
@@ -87,7 +89,7 @@ class Batch:
         return member in self._members
 
     def add(self, member: Member, now_s: float) -> None:
-        """Make a member part of the next iteration."""
+        """Add a member, which takes part in the next iteration."""
         member.joined_iteration = self.num_iterations
         member.first_run = self._num_dropped_runs + len(self._runs)
         member.waited_s = now_s - member.left_s
@@ -96,18 +98,20 @@ class Batch:
         heapq.heappush(self._leaving, (member.last_iteration, member.number, member))
 
     def num_iterations_to_first_end(self) -> int:
-        """Return the iterations until a member has all tokens. The batch must not be empty."""
+        """Return how many iterations remain until a member has all tokens. The batch must not be empty."""
         while not self._is_leaving(*self._leaving[0]):
             heapq.heappop(self._leaving)
         return self._leaving[0][0] - self.num_iterations
 
     def stall(self, seconds: float) -> None:
-        """Delay the next token of every member."""
+        """Delay the next token of every member by `seconds`."""
         self._runs.append((0, seconds))
 
     def advance(self, num_iterations: int, seconds: float) -> list[Member]:
-        """Advance by that many iterations in that many seconds. Returns the members that have all tokens
-        now."""
+        """Run `num_iterations` iterations, which take `seconds`.
+
+        Returns the members that have all their tokens now.
+        """
         self._runs.append((num_iterations, seconds / num_iterations))
         self.num_iterations += num_iterations
         self.num_kv_tokens += num_iterations * self.size
@@ -148,7 +152,7 @@ class Batch:
         return member.num_left - num_drawn
 
     def newest(self) -> Member:
-        """Return the member that is preempted first."""
+        """Return the newest member, which is preempted first."""
         return max(self._members, key=lambda member: member.number)
 
     def _is_leaving(self, last_iteration: int, number: int, member: Member) -> bool:
@@ -162,7 +166,7 @@ class Batch:
 
 
 def tbt_s(gaps: Gaps) -> float | None:
-    """Return the time between tokens of a request; None without gaps."""
+    """Return the TBT of a request with these gaps; None if there are no gaps."""
     if not gaps:
         return None
     num_longest = num_left = math.ceil(LONGEST_SHARE * sum(number for number, _ in gaps))

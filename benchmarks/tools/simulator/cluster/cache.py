@@ -1,11 +1,10 @@
-"""One instance's part of the KVCache pool: the server's own allocator (index, order of eviction) over pages
-without bytes.
+"""One instance's part of the KVCache pool: the server's own allocator, over pages without bytes.
 
-What the server's pool adds for real bytes (transfers that may still write, leases that expire) has no place
-here. Reservations wait for room first come, first served. Events reach the Conductor in batches, as a
-messenger's do.
+The allocator has the index and the order of eviction. What the server's pool adds for real bytes (transfers
+that may still write, leases that expire) is left out. Reservations wait for free pages first come, first
+served. Events reach the Conductor in batches, as from a messenger.
 
-Owns: reservations, waiting, publishing, room. Does not know: what takes how long.
+Owns: reservations, the wait for pages, KV events. Does not know: how long things take.
 """
 
 from collections import deque
@@ -23,14 +22,16 @@ from mooncake.messages.kv_events import KVEvent
 from mooncake.messages.pools import Tier
 
 PUBLISH_DELAY_S = 0.01
-"""Seconds for which events are collected."""
+"""Seconds for which events are collected into a batch."""
 _WATERMARKS = KVCacheConfig()
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The pages of a request: those of its keys, in order, then private ones. `is_found` says of each key
-    whether its block was there."""
+    """The pages of a request: the pages of its keys, in order, then pages without a key.
+
+    `is_found` says for each key whether the pool had its block.
+    """
 
     keys: Sequence[BlockKey]
     pages: list[int]
@@ -38,18 +39,18 @@ class Reservation:
 
     @property
     def num_found(self) -> int:
-        """The number of leading blocks that were there."""
+        """The number of leading blocks that the pool had."""
         return self.is_found.index(False) if False in self.is_found else len(self.is_found)
 
     @property
     def missing(self) -> list[int]:
-        """The indices of pages whose blocks were not there, private ones included."""
+        """The indices of pages whose blocks the pool lacked, and of pages without a key."""
         missing = [index for index, is_found in enumerate(self.is_found) if not is_found]
         return missing + list(range(len(self.keys), len(self.pages)))
 
 
 class _Pages(PageTable):
-    """A table of pages without bytes, whose seals protect nothing."""
+    """A page table for pages without bytes, so seals have no checksums."""
 
     def _sealed_digest(self, page: int) -> int:
         return 0
@@ -83,8 +84,10 @@ class SimulatedPool:
     def reserve(
         self, keys: Sequence[BlockKey], num_private: int, on_reserved: Callable[[Reservation], None]
     ) -> Callable[[], None]:
-        """Call `on_reserved` as soon as there is room, maybe at once. Returns a callback that cancels the
-        wait."""
+        """Call `on_reserved` as soon as there are enough pages, perhaps at once.
+
+        Returns a callback that cancels the wait.
+        """
         wish = (keys, num_private, on_reserved)
         self._waiting.append(wish)
         self._serve()
@@ -106,7 +109,8 @@ class SimulatedPool:
             on_reserved(reservation)
 
     def _try_to_reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation | None:
-        """Return a reservation of found blocks and of fresh pages for the others; None without room."""
+        """Return a reservation of found blocks and of fresh pages for the others; None if pages are
+        missing."""
         allocator = self.allocator
         places = list(map(allocator.index.get, keys))
         found = [page for page in places if page is not None]
@@ -133,7 +137,7 @@ class SimulatedPool:
             self._evicted.clear()
 
     def arrived(self, reservation: Reservation, blocks: range) -> None:
-        """Record that `blocks` of the reservation are there now, and can be found."""
+        """Record that the reservation's `blocks` have arrived. From now on their keys are found."""
         pages, keys, known, state_of = (
             reservation.pages,
             reservation.keys,
@@ -147,12 +151,14 @@ class SimulatedPool:
             self._events.stored_all(Tier.DRAM, new_keys)
 
     def release(self, reservation: Reservation) -> None:
-        """Release pages: those with blocks may be evicted from now on, the last block first; the others are
-        free."""
+        """Release the pages of a reservation.
+
+        Pages with blocks may be evicted from now on, the last block first. The others are free.
+        """
         self._unclaim(reservation.pages[::-1])
 
     def lease(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Lease the leading blocks that are here, and return their pages."""
+        """Lease the leading blocks of `keys` that the pool has, and return their pages."""
         pages: list[int] = []
         for key in keys:
             page = self.allocator.index.get(key)
@@ -163,7 +169,7 @@ class SimulatedPool:
         return pages
 
     def end_lease(self, pages: list[int]) -> None:
-        """End a lease, as the reader has finished."""
+        """End a lease. The reader has finished."""
         self._unclaim(pages[::-1])
 
     def _unclaim(self, pages: list[int]) -> None:

@@ -1,9 +1,9 @@
 """Simulated clusters: the server's Conductor over simulated instances.
 
-Every message between front, Conductor and instances takes `MESSAGE_S`; tokens go straight to the front. The
-Conductor is ticked and hears heartbeats as often as in the server.
+Every message between front, Conductor and instances takes `MESSAGE_S`; tokens go directly to the front. The
+Conductor is ticked, and gets heartbeats, as often as in the server.
 
-Owns: the connections, the life of the requests. Does not know: the costs of anything, what is compared.
+Owns: the connections, the life of the requests. Does not know: what anything costs, what is compared.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ _ORDERS = (
     Replicate,
     Retired,
 )
-"""Messages on which workers act."""
+"""The messages that simulated instances carry out."""
 
 
 class _CountedRequest(Request, frozen=True):
@@ -81,10 +81,10 @@ class _CountedRequest(Request, frozen=True):
 
 
 class DisaggregatedCluster:
-    """A cluster of `num_prefill`, `num_decode` and `num_both` instances under the Conductor. `on_second` is
-    called each second.
+    """A cluster of `num_prefill`, `num_decode` and `num_both` instances under the Conductor.
 
-    `max_tokens` is the limit that clients set; the Conductor does not know the true length of an answer.
+    `on_second` is called each second. `max_tokens` is the limit of output tokens that clients set; the
+    Conductor does not know the true length of an answer.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DisaggregatedCluster:
         return self._feed.num_submitted
 
     def run(self, load: Iterable[TraceRequest]) -> Results:
-        """Run all of `load`, until every request has ended."""
+        """Run all requests of `load` to their ends, and return the results."""
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
         for instance in self.instances:
             self._tell(instance.node.identity, self._registration(instance.node))
@@ -150,11 +150,14 @@ class DisaggregatedCluster:
     # -- instances ----------------------------------------------------------------------------------
 
     def join_at(self, at_s: float, role: Role) -> None:
-        """Plan that one more instance joins at that time."""
+        """Plan that one more instance of this role joins at second `at_s`."""
         self.clock.at(at_s, self._join, role)
 
     def leave_at(self, at_s: float, name: str) -> None:
-        """Plan that an instance drains and leaves at that time. Raises ConfigError for an unknown name."""
+        """Plan that an instance drains and leaves at second `at_s`.
+
+        Raises ConfigError for an unknown name.
+        """
         if name not in self._nodes:
             raise ConfigError(f"there is no instance {name!r}; there are {', '.join(self._nodes)}")
         self.clock.at(at_s, self._tell, self._nodes[name].identity, Retire())

@@ -3,7 +3,8 @@
 There are two kinds, as vLLM can be run. Prompts are computed whole, in iterations of their own for which the
 running requests wait; or in chunks that share iterations with the running requests. The KVCache of finished
 requests stays on the device until its pages are needed (the pool's code, least recently used first). Pages
-for a prompt and its answer are taken together, so that no request is ever preempted, which favours the rival.
+for a prompt and its answer are allocated together, so that no request is ever preempted. This favours the
+rival.
 
 Owns: one coupled instance. Does not know: which requests it gets.
 """
@@ -21,7 +22,7 @@ from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 
 @dataclass(slots=True, eq=False)
 class CoupledSequence:
-    """One request at a coupled instance. `num_done`: prompt tokens with KVCache."""
+    """One request at a coupled instance. `num_done` is the number of prompt tokens with KVCache."""
 
     request: SimulatedRequest
     reservation: Reservation
@@ -37,8 +38,8 @@ class CoupledSequence:
 class CoupledInstance:
     """A coupled instance.
 
-    `chunk_tokens`: the most tokens of an iteration, if prompts are computed in chunks. None: prompts are
-    computed whole, several together up to `max_prefill_tokens`.
+    If prompts are computed in chunks, `chunk_tokens` is the most tokens of an iteration. If it is None,
+    prompts are computed whole, several together up to `max_prefill_tokens`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class CoupledInstance:
             self._iterate()
 
     def _admit(self) -> None:
-        """Admit requests in order of arrival, while there are pages."""
+        """Admit requests in order of arrival, as long as there are pages."""
         while self._waiting and len(self._prompts) + self.batch.size < self._max_batch:
             request = self._waiting[0]
             num_private = num_pages_of(request) - len(request.block_keys)
@@ -111,8 +112,10 @@ class CoupledInstance:
         self._clock.after(seconds, self._iteration_ended, planned, size, seconds)
 
     def _plan_chunks(self) -> list[tuple[CoupledSequence, int]]:
-        """Return the prompt chunks of the next iteration: in order of arrival, as far as the running requests
-        leave room."""
+        """Return the prompt chunks of the next iteration, in order of arrival.
+
+        They have the tokens of `chunk_tokens` that the running requests leave.
+        """
         assert self._chunk_tokens is not None
         planned: list[tuple[CoupledSequence, int]] = []
         num_free = max(1, self._chunk_tokens - self.batch.size)
@@ -151,7 +154,7 @@ class CoupledInstance:
         self._iterate()
 
     def _begin(self, sequence: CoupledSequence) -> None:
-        """Record that the first token has been drawn, and let the sequence join the batch."""
+        """Record that the first token has been drawn, and add the sequence to the batch."""
         now_s = self._clock.now_s
         self.pool.arrived(sequence.reservation, range(len(sequence.request.block_keys)))
         sequence.request.first_token_s = sequence.member.left_s = now_s
@@ -173,10 +176,10 @@ class CoupledInstance:
 
 
 def num_pages_of(request: SimulatedRequest) -> int:
-    """Return the number of pages of the prompt and the answer."""
+    """Return the number of pages for a request's prompt and answer."""
     return -(-(request.num_input_tokens + request.num_output_tokens) // request.block_tokens)
 
 
 def least_loaded(instances: Sequence[CoupledInstance]) -> CoupledInstance:
-    """Return the instance with the fewest requests, the first of several."""
+    """Return the instance with the fewest requests; the first one if there are several."""
     return min(instances, key=lambda instance: instance.num_requests)

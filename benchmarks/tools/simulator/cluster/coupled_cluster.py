@@ -15,11 +15,10 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class CoupledCluster:
-    """A cluster of instances that do both stages. Each request is placed on the instance with the fewest
-    requests.
+    """A cluster of instances that prefill and decode.
 
-    `chunk_tokens` is as in `CoupledInstance`. An instance's prefix cache has the device memory that the
-    weights leave.
+    Each request goes to the instance with the fewest requests. `chunk_tokens` is as in `CoupledInstance`. An
+    instance's prefix cache has the device memory that the weights leave.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class CoupledCluster:
         ]
 
     def run(self, load: Iterable[TraceRequest]) -> Results:
-        """Run all of `load`, until every request has ended."""
+        """Run all requests of `load` to their ends, and return the results."""
         Feed(self.clock, load, self._block_tokens, self._submit)
         self.clock.run()
         return self.results

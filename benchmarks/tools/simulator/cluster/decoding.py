@@ -10,10 +10,10 @@ from benchmarks.tools.simulator.cluster.machines.clock import Clock
 
 
 class BatchRunner:
-    """A runner of one batch. `iteration_cost` returns the cost of the present batch.
+    """The runner of one batch. `iteration_cost` returns the cost of an iteration of the present batch.
 
-    `on_end(num_iterations, seconds, ended members)` is called when a run has ended. No other run begins
-    before the next call of `start`.
+    `on_end(num_iterations, seconds, ended members)` is called when a run has ended. The next run begins with
+    the next call of `start`.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class BatchRunner:
     ) -> None:
         self._clock, self._iteration_cost, self._batch, self._on_end = clock, iteration_cost, batch, on_end
         self._num_iterations = 0
-        """Iterations of the run in flight; 0 without one."""
+        """Iterations of the run in flight; 0 if there is none."""
         self._cost = IterationCost(0.0, 0.0)
         self._began_s = self._extra_s = 0.0
         self._version = 0
@@ -35,9 +35,9 @@ class BatchRunner:
         return self._num_iterations > 0
 
     def start(self, max_iterations: int | None = None, extra_s: float = 0.0) -> None:
-        """Start a run, which ends when a member ends, and after `max_iterations` at most.
+        """Start a run. It ends when a member ends, or after `max_iterations`.
 
-        With `extra_s` the run is a single iteration, which takes that much longer.
+        With `extra_s` the run is a single iteration, which takes that many seconds more.
         """
         batch = self._batch
         if extra_s:
@@ -50,7 +50,7 @@ class BatchRunner:
         self._plan_end()
 
     def cut(self) -> None:
-        """End the run with its present iteration, as another action waits for that."""
+        """End the run with its present iteration, because another action waits for its end."""
         if self._num_iterations > 1:
             elapsed_s = self._clock.now_s - self._began_s
             num_begun = self._cost.iterations_by(self._batch.num_kv_tokens, self._batch.size, elapsed_s)

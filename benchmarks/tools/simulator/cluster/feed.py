@@ -11,7 +11,7 @@ from benchmarks.tools.traces.request import TraceRequest
 
 
 class Feed:
-    """A feed that submits each request when it arrives. It holds one request that has not arrived."""
+    """A feed that submits each request when it arrives. It reads the load one request ahead."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A simulated instance, which can do both stages and does those of its present role.
+"""A simulated instance, which can prefill and decode, and does what its present role says.
 
 Owns: which part gets which message, heartbeats. Does not know: the work of the parts, how requests are
 placed.

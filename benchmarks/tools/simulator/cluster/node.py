@@ -1,4 +1,4 @@
-"""The common part of all simulated instances: a name, a part of the pool, NICs, and the way to the Conductor.
+"""The common part of all simulated instances: name, part of the pool, NICs, and link to the Conductor.
 
 Owns: an instance's identity. Does not know: what it computes.
 """
@@ -21,7 +21,7 @@ INCARNATION = 1
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One instance's hardware. `send` brings a message to the Conductor."""
+    """One instance's hardware. `send` sends a message to the Conductor."""
 
     name: str
     role: Role
@@ -36,13 +36,13 @@ class Node:
     peers: Mapping[str, "Node"]
     """All instances by name."""
     machine: Machine | None = None
-    """The machine that the instance shares; None for one of its own."""
+    """The machine that the instance shares with others; None if it has a machine of its own."""
     outgoing: Port = field(init=False)
     incoming: Port = field(init=False)
     traffic: Traffic = field(init=False)
     messenger: MessengerAddress = field(init=False)
     identity: bytes = field(init=False)
-    """The socket identity at the Conductor."""
+    """The identity of the instance's socket at the Conductor."""
     block_bytes: int = field(init=False)
     kv_bytes_per_token: float = field(init=False)
     busy_s: float = 0.0
@@ -61,7 +61,7 @@ class Node:
         return (PoolShard(self.messenger, self.layout),)
 
     def pool_stats(self) -> PoolStats:
-        """Return the pool's counters for heartbeats; counters that no simulation reads stay zero."""
+        """Return the pool's counters for heartbeats. Counters that no simulation reads stay zero."""
         allocator, num_pages = self.pool.allocator, self.pool.num_pages
         num_sealed = len(allocator.index)
         return PoolStats(
@@ -92,10 +92,14 @@ class Node:
 
     @property
     def factor(self) -> float:
-        """The factor by which all durations are longer now, because others on this machine compute."""
+        """The factor by which durations are longer at present, because other instances of the machine
+        compute."""
         return 1.0 if self.machine is None else self.machine.factor(self.name)
 
     def computes(self, is_computing: bool) -> None:
-        """Tell the others on this machine whether this instance computes."""
+        """Record that the instance computes from now on, or no longer.
+
+        Others on its machine become slower or faster.
+        """
         if self.machine is not None:
             self.machine.computes(self.name, is_computing)

@@ -1,7 +1,7 @@
 """A simulated prefill instance: the server's own queue, with passes as long as the cost model says.
 
 A prompt's prefix comes from this instance's part of the pool, over PCIe, or from the instance that the order
-names, over the network; both layer by layer beside the computation. New KVCache streams to the decode
+names, over the network. Both come layer by layer while the device computes. New KVCache is sent to the decode
 instance meanwhile.
 
 Owns: prefill jobs. Does not know: who placed them here, decoding.
@@ -26,7 +26,7 @@ from workers.prefill.queue import PrefillQueue, PromptState, QueuedChunk, Queued
 
 
 class Destination(Protocol):
-    """The decode side of a stream."""
+    """The interface of the decode side to which KVCache is sent."""
 
     node: Node
 
@@ -36,7 +36,7 @@ class Destination(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A prefix in transfer from another instance, kept there by a lease."""
+    """A prefix that is being fetched from another instance, where a lease keeps it."""
 
     source: Node
     pages: list[int]
@@ -49,7 +49,7 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One prompt. Its stream begins with its first pass and ends after its last."""
+    """One prompt. Its stream to the decode side begins with its first pass, and ends after its last pass."""
 
     order: Prefill
     request: SimulatedRequest
@@ -65,7 +65,7 @@ class Job:
 
 
 class PrefillInstance:
-    """A simulated prefill instance. It takes `Prefill` and `Abort`, and sends `Prefilled`."""
+    """A simulated prefill instance. It carries out `Prefill` and `Abort`, and sends `Prefilled`."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class PrefillInstance:
     ) -> None:
         """Prepare the instance.
 
-        `is_windowed`: the device has memory for a window of layers, so that each pass of a prompt loads the
-        blocks before it. `prompt_s`: seconds that each prompt takes besides its passes.
+        If `is_windowed`, the device has memory for a window of layers, so that each pass of a prompt loads
+        the blocks before its tokens. `prompt_s` is the seconds that each prompt takes besides its passes.
         """
         self.node, self._prompt_s = node, prompt_s
         self._is_windowed = is_windowed
@@ -93,7 +93,7 @@ class PrefillInstance:
         self._pass_began_s = self._pass_layer_s = 0.0
         self._is_waiting_for_fetches = False
         self.busy_s = 0.0
-        """Seconds of passes."""
+        """Total seconds of passes."""
 
     @property
     def num_queued(self) -> int:
@@ -101,7 +101,7 @@ class PrefillInstance:
 
     @property
     def queued_s(self) -> float:
-        """The seconds of computing all prompts that are here, one by one."""
+        """The seconds in which all prompts of this instance would be computed one by one."""
         costs, of = self.node.costs, self._job_of
         return sum(costs.iteration_s([PromptShare(p.num_left, p.num_done)], 0) for p in of if p.num_left)
 
@@ -139,7 +139,7 @@ class PrefillInstance:
             )
 
     def _reserved(self, job: Job, reservation: Reservation) -> None:
-        """Reuse blocks that are here, or that the order's source still has."""
+        """Reuse blocks that this pool has, or that the order's source still has."""
         self._admitting = None
         job.reservation = reservation
         block_size = self.node.layout.block_size
@@ -153,8 +153,10 @@ class PrefillInstance:
         self.node.clock.after(0.0, self._admit_next)
 
     def _begin_fetch(self, job: Job, num_local: int, prefix_source: PrefixSource | None) -> int:
-        """Begin to fetch the prefix from the order's source. Returns the number of blocks that will
-        arrive."""
+        """Begin to fetch the prefix from the order's source.
+
+        Returns the number of blocks that will arrive.
+        """
         if prefix_source is None or prefix_source.num_blocks <= num_local:
             return 0
         source = self.node.peers[prefix_source.shards[0].messenger.instance]
@@ -184,7 +186,7 @@ class PrefillInstance:
             self._compute_ended()
 
     def replicate(self, order: Replicate) -> None:
-        """Fetch blocks that another instance has, and keep them. A failure is not reported."""
+        """Fetch blocks that another instance has, and keep them in the pool. A failure is not reported."""
         source = self.node.peers[order.shards[0].messenger.instance]
         pages = source.pool.lease(order.keys)
         keys = order.keys[: len(pages)]
@@ -232,8 +234,10 @@ class PrefillInstance:
         node.clock.after(overlapped_s(compute_s, copy_s, node.layout.num_layers), self._compute_ended)
 
     def _compute_ended(self) -> None:
-        """End the pass. If a prefix is still being fetched, the last layer is computed after it has
-        arrived."""
+        """End the pass.
+
+        If a prefix is still being fetched, the last layer is computed after the prefix has arrived.
+        """
         if any(self._job_of[chunk.prompt].fetch is not None for chunk in self._pass):
             self._is_waiting_for_fetches = True
         elif self._is_waiting_for_fetches:
@@ -295,8 +299,10 @@ class PrefillInstance:
             self._end_stream(job)
 
     def _end_stream(self, job: Job) -> None:
-        """End the stream with the last layer, which was computed last and is the only one that has not been
-        sent."""
+        """Send the last layer to the decode side.
+
+        It was computed last, so it is the only layer that has not been sent.
+        """
         last_layer_s = self._granted_bytes(job) / self.node.layout.num_layers / self.node.nic_bytes_per_s
         self.node.clock.after(last_layer_s, self._all_arrived, job)
 

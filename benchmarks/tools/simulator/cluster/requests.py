@@ -1,4 +1,4 @@
-"""The life of each simulated request, and the facts that are kept of it.
+"""The life of each simulated request, and the facts that are recorded of it.
 
 Owns: times and outcomes. Does not know: which instance serves a request, SLOs.
 """
@@ -20,7 +20,7 @@ ANY_TOKEN = 0
 
 
 class Outcome(IntEnum):
-    """The ways in which a request ends; each ends in exactly one."""
+    """The ways in which a request ends. Each request ends in exactly one."""
 
     FINISHED = 0
     REJECTED = 1
@@ -42,18 +42,18 @@ class SimulatedRequest:
     num_fetched_tokens: int = 0
     """Cached tokens that came from other instances."""
     prefill_s: float = 0.0
-    """Seconds of a device that the prefill has taken."""
+    """Seconds of a device that the request's prefill has taken."""
     first_token_s: float | None = None
     gaps: list[tuple[int, float]] = field(default_factory=list)
-    """The gaps between the request's tokens, as pairs (number, seconds)."""
+    """Gaps between the request's tokens, as pairs (number of gaps, seconds of each)."""
     member: Member | None = None
-    """The place in a batch, which a request keeps when it migrates; None before it is decoded."""
+    """The request as a member of a batch, also while it migrates; None before it is decoded."""
 
     @classmethod
     def of(cls, number: int, request: TraceRequest, block_tokens: int = BLOCK_TOKENS) -> "SimulatedRequest":
-        """Return the simulated request of a trace's request.
+        """Return the simulated request for a trace's request.
 
-        A trace's ids stand for a block and all tokens before it, as keys do.
+        Block keys are made from the trace's ids, as both stand for a block and all tokens before it.
         """
         num_full = request.num_input_tokens // block_tokens
         keys = [hash_id.to_bytes(KEY_BYTES, "little") for hash_id in request.hash_ids[:num_full]]
@@ -68,12 +68,13 @@ class SimulatedRequest:
 
     @property
     def num_private_pages(self) -> int:
-        """The number of the prompt's pages without a key."""
+        """The number of the prompt's pages whose blocks have no key."""
         return self.num_pages - len(self.block_keys)
 
     @property
     def num_reusable_tokens(self) -> int:
-        """The number of prompt tokens that can be reused: all but one, as at least one token is computed."""
+        """The number of prompt tokens that can be reused: all but one, because at least one token is
+        computed."""
         return self.num_input_tokens - 1
 
 
@@ -83,11 +84,10 @@ _NEVER = float("nan")
 
 
 class Results:
-    """The results of all requests that have ended, in a row of 80 bytes each. The index is a column's name,
-    and gives an array.
+    """The results of all requests that have ended, as columns. `results[name]` is a column as an array.
 
-    `ttft_s` and `tbt_s` are NaN where a request had no such time; tokens of requests that did not finish do
-    not count as output.
+    `ttft_s` and `tbt_s` are NaN where a request had no such time. Tokens of requests that did not finish do
+    not count as output. A request takes 80 bytes.
     """
 
     def __init__(self, jitter: IterationJitter | None = None) -> None:
@@ -96,7 +96,7 @@ class Results:
         self._columns |= {name: array("q") for name in _COUNTS}
 
     def end(self, request: SimulatedRequest, outcome: Outcome, now_s: float) -> None:
-        """Record the end of a request. To be called once."""
+        """Record the end of a request. To be called once for each request."""
         ttft_s = tbt = None
         if outcome is Outcome.FINISHED:
             assert request.first_token_s is not None

@@ -18,7 +18,8 @@ from mooncake.messages.blocks import KVLayout
 class JoinCosts(NamedTuple):
     """The seconds by which an iteration is longer when a request joins whose KVCache comes from elsewhere.
 
-    0 where copies run beside the device. Where the device is the processor, copies take its time.
+    They are 0 where copies do not slow the device down. Where the device is the processor, copies take its
+    time.
     """
 
     constant_s: float = 0.0
@@ -41,23 +42,26 @@ class InstanceShape:
     costs: Costs
     efficiencies: Efficiencies = STATED
     num_pool_blocks: int | None = None
-    """Blocks of a pool; None for the number that the hardware's DRAM holds."""
+    """Blocks of a pool; None for as many as the hardware's DRAM holds."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     prefill_chunk: int = 2048
     max_batch: int = 256
     checks_reservations: bool = False
-    """Whether the double check is made at reservations too, as in `DecodeInstance`."""
+    """Whether the double check is also made when pages are reserved."""
     block_tokens: int = BLOCK_TOKENS
     saturating_tokens: int | None = None
-    """Tokens from which on a larger pass is no faster, as in `PrefillQueue`."""
+    """Number of tokens from which on a larger pass is no faster, as in `PrefillQueue`."""
     prefill_layer_window: bool = False
     """Whether the devices of prefill instances have memory for only some layers at a time."""
     first_token_s: float = 0.0
-    """Seconds of everything on the way to the first token but queues and computing: front, dispatch."""
+    """Seconds before a first token that are neither queue nor computing: front, dispatch."""
     prompt_s: float = 0.0
     """Seconds that each prompt takes of a prefill instance besides its passes."""
     slowdowns: tuple[float, float] | None = None
-    """Slowdowns of prefill and decode while others compute, if all instances share one machine."""
+    """Factors of prefill's and decode's times while other instances compute.
+
+    None if each instance has a machine of its own.
+    """
     join_costs: JoinCosts = NO_JOIN_COSTS
     jitter: IterationJitter | None = None
 
@@ -71,7 +75,10 @@ class InstanceShape:
 
     @property
     def num_device_blocks(self) -> int:
-        """The number of KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
+        """The number of KVCache blocks that fit beside the weights.
+
+        Raises ConfigError if not even one fits.
+        """
         memory_bytes = self.hardware.num_gpus * self.hardware.gpu_memory_bytes
         left_bytes = self.efficiencies.device_memory * memory_bytes - self.model.weights_bytes
         num_blocks = int(left_bytes // self.layout.block_bytes)

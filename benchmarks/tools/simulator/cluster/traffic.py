@@ -1,6 +1,6 @@
 """An instance's transfers with others, as its messenger reports them in heartbeats.
 
-Owns: the transfers in flight that this instance has asked for, and their recent bandwidth, by peer. Does not
+Owns: the transfers in flight that this instance has begun, and their recent bandwidth, by peer. Does not
 know: what is sent.
 """
 
@@ -12,7 +12,7 @@ from benchmarks.tools.simulator.cluster.machines.network import Network, Port, T
 from mooncake.messages.pools import PeerStats
 
 _WEIGHT = 0.3
-"""The weight of the latest transfer's bandwidth, against all before."""
+"""The weight of the latest transfer in the moving average of a peer's bandwidth."""
 _NUM_STREAMS = 2
 
 
@@ -24,20 +24,20 @@ class _Peer:
 
 
 class Traffic:
-    """The transfers that one instance has asked for."""
+    """The transfers that one instance has begun."""
 
     def __init__(self, clock: Clock, network: Network) -> None:
         self._clock, self._network = clock, network
         self._peers: dict[str, _Peer] = {}
         self._peer_of: dict[Transfer, _Peer] = {}
-        """Peers by transfer in flight."""
+        """The peer of each transfer in flight."""
         self._active: dict[_Peer, None] = {}
         """Peers with a transfer in flight since the last report."""
 
     def send(
         self, name: str, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]
     ) -> Transfer:
-        """Start a transfer now, from or to the instance with this name."""
+        """Start a transfer from or to the instance `name` now. `on_end` is called when it has arrived."""
         peer = self._peers.setdefault(name, _Peer(name))
         began_s = self._clock.now_s
 
@@ -63,7 +63,7 @@ class Traffic:
         del self._peer_of.pop(transfer).under_way[transfer]
 
     def stats(self) -> dict[str, PeerStats]:
-        """Return the counters by peer, of peers with a transfer in flight since the last report."""
+        """Return the counters of each peer that had a transfer in flight since the last report."""
         if not self._active:
             return {}
         report = {}

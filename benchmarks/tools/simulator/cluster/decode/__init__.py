@@ -1,1 +1,1 @@
-"""Simulated decode instances: sequences on their way into the batch, in it, and to other instances."""
+"""Simulated decode instances: sequences before and in the batch, and their migrations."""

@@ -1,8 +1,8 @@
-"""A request's way into the batch of a simulated decode instance.
+"""The admission of requests to the batch of a simulated decode instance.
 
 The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
-again whenever a request leaves the batch, while there is time until the first token is due. Prompts that are
-inlined (`inlining`) keep their pages in the pool until they are computed.
+again whenever a request leaves the batch, until the first token is due. Prompts that are inlined (`inlining`)
+keep their pages in the pool until they are computed.
 
 Owns: the order of events until a sequence waits for the batch. Does not know: iterations.
 """
@@ -30,11 +30,11 @@ class Arrivals:
         node: The instance.
         sequences: The instance's sequences.
         batch: The instance's batch.
-        double_check: The rule.
+        double_check: The rule of the double check.
         inlined: The prompts that the instance computes.
-        enter: Called with a sequence whose KVCache is on the device, or is to be computed there.
+        enter: Called with a sequence whose KVCache is on the device, or will be computed there.
         finish: Called with a sequence that has all its tokens.
-        checks_reservations: Whether the double check is made also when pages are reserved.
+        checks_reservations: Whether the double check is also made when pages are reserved.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Arrivals:
         self._enter, self._finish = enter, finish
         self._checks_reservations = checks_reservations
         self.turns = Turns(node.clock, self._turn_too_slow_s, self._begin, self._refuse_turn)
-        """Sequences that wait because the batch is too large."""
+        """The sequences that wait for a smaller batch."""
         self._num_grants = 0
 
     def reserve(self, order: Reserve, request: SimulatedRequest) -> None:
@@ -77,8 +77,10 @@ class Arrivals:
             self._inlined.turns.add(sequence.prompt, partial(self._reserve_pages, sequence))
 
     def decode(self, order: Decode) -> None:
-        """Let a request whose prefill has ended wait for its turn. An unknown request has just been aborted,
-        and is ignored."""
+        """Let a request whose prefill has ended wait for its turn.
+
+        An order for an unknown request is dropped, because the request has just been aborted.
+        """
         if (sequence := self._sequences.get(order.ref)) is not None:
             self.turns.add(sequence, order.time_left_s)
 
@@ -97,7 +99,7 @@ class Arrivals:
             self._begin_inlined(sequence, sequence.prompt, reservation)
 
     def _begin_inlined(self, sequence: Sequence, prompt: Prompt, reservation: Reservation) -> None:
-        """Begin an inlined prompt. It is computed behind the blocks that the pool holds."""
+        """Begin an inlined prompt. The tokens behind the blocks that the pool has are computed."""
         num_found = reservation.num_found * prompt.request.block_tokens
         prompt.request.num_cached_tokens = prompt.num_done = min(
             num_found, prompt.request.num_reusable_tokens
@@ -130,7 +132,7 @@ class Arrivals:
             self._load(sequence, sequence.member.num_tokens)
 
     def arrived(self, ref: Ref) -> None:
-        """Record that all KVCache of a prompt is in the pool."""
+        """Record that the pool has all KVCache of a prompt."""
         sequence = self._sequences.get(ref)
         if sequence is None:
             return
@@ -144,7 +146,7 @@ class Arrivals:
         self._node.pool.arrived(sequence.reservation, range(len(sequence.reservation.keys)))
 
     def _load(self, sequence: Sequence, num_tokens: int) -> None:
-        """Load tokens of a sequence to the device, beside the batch."""
+        """Load tokens of a sequence to the device, while iterations run."""
         num_bytes = num_tokens * self._node.kv_bytes_per_token
         self._node.clock.after(num_bytes / self._node.pcie_bytes_per_s, self._loaded, sequence)
 
@@ -156,7 +158,7 @@ class Arrivals:
         self._enter(sequence)
 
     def stored(self, sequence: Sequence) -> None:
-        """Seal the blocks of a prompt that was computed here, and leave them to the pool."""
+        """Seal the blocks of a prompt that was computed here, and release their pages."""
         self._arrive(sequence)
         self._release(sequence)
 

@@ -1,6 +1,9 @@
-"""The rule of the double check, as in `workers.decode.tbt_slo.double_check`, which needs torch.
+"""The rule of the double check.
 
-Owns: the predicted TBT of a batch, and whether it is too long. Does not know: who waits or is refused.
+It is the rule of `workers.decode.tbt_slo.double_check`, which cannot be used without torch.
+
+Owns: the predicted TBT of a batch, and whether it is too long. Does not know: which requests wait or are
+refused.
 """
 
 from mooncake.messages.costs import batch_share, tbt_margin_s
@@ -14,7 +17,8 @@ class DoubleCheck:
         self._predictors, self._max_batch = predictors, max_batch
 
     def tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
-        """Return the predicted TBT of requests that share the batch; None while too little is known."""
+        """Return the predicted TBT, in seconds, of requests that share the batch; None if there is no
+        prediction yet."""
         batched, delay = batch_share(num_requests, self._max_batch)
         iteration_s = self._predictors.tbt.predict_s(
             round(batched * num_requests), round(batched * num_kv_tokens)
@@ -22,7 +26,10 @@ class DoubleCheck:
         return None if iteration_s is None else delay * iteration_s
 
     def too_slow_s(self, slo_s: float | None, num_others: int, num_kv_tokens: int) -> float | None:
-        """Return the predicted TBT of a request beside others if it exceeds the SLO (None: no limit)."""
+        """Return the predicted TBT of a request beside others if it exceeds the SLO `slo_s`, else None.
+
+        If `slo_s` is None there is no limit.
+        """
         if slo_s is None or not num_others:
             return None
         empty_s = self._predictors.tbt.predict_s(0, 0)

@@ -1,8 +1,9 @@
 """Prompts that a simulated decode instance computes itself, in iterations of its batch.
 
-How many tokens an iteration carries is the server's own rule, with its own predictors (`workers.decode`).
+The number of prompt tokens of an iteration follows the server's own rule and predictors (`workers.decode`).
 
-Owns: these prompts and their next chunks. Does not know: the clock, pools, what is done with a computed one.
+Owns: these prompts and their next chunks. Does not know: the clock, pools, what is done with a computed
+prompt.
 """
 
 import itertools
@@ -25,7 +26,7 @@ class Prompt:
     request: SimulatedRequest
     member: Member
     tbt_slo_s: float | None
-    """The SLO, the same for all requests of a simulation."""
+    """The TBT SLO in seconds, which is the same for all requests of a simulation."""
     num_done: int = 0
 
     @property
@@ -36,7 +37,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """An iteration with chunks of prompts, and the batch as it was when the iteration began."""
+    """An iteration with chunks of prompts.
+
+    `batch_size` and `num_kv_tokens` are those of the batch when the iteration began.
+    """
 
     chunks: Sequence[tuple[Prompt, int]]
     batch_size: int
@@ -54,8 +58,7 @@ class Mixed:
 
 
 class PrefixTurns:
-    """The turns of prompts with a common prefix: a later prompt begins when an earlier one has stored the
-    prefix.
+    """The turns of prompts with a common prefix: later ones begin when one of them has stored the prefix.
 
     The rule is the server's (`workers.kvcache.shared_prefixes`).
     """
@@ -63,11 +66,14 @@ class PrefixTurns:
     def __init__(self, block_tokens: int) -> None:
         self._num_blocks = num_blocks_worth_waiting(block_tokens)
         self._num_held: dict[Prompt, int] = {}
-        """Leading blocks that the pool held, by prompt in order of arrival; 0 until the prompt has pages."""
+        """The number of leading blocks that the pool held for each prompt, in order of arrival.
+
+        It is 0 until the prompt has pages.
+        """
         self._waiting: dict[Prompt, Callable[[], None]] = {}
 
     def add(self, prompt: Prompt, begin: Callable[[], None]) -> None:
-        """Call `begin` when no earlier prompt computes blocks that this one can reuse."""
+        """Call `begin` once no earlier prompt computes blocks that this prompt can reuse."""
         self._num_held[prompt], self._waiting[prompt] = 0, begin
         self._begin_next()
 
@@ -77,7 +83,7 @@ class PrefixTurns:
         self._begin_next()
 
     def end(self, prompt: Prompt) -> None:
-        """Remove a prompt whose blocks are stored, or will not be. Idempotent."""
+        """Remove a prompt whose blocks have been stored, or will not be stored. Idempotent."""
         self._waiting.pop(prompt, None)
         if self._num_held.pop(prompt, None) is not None:
             self._begin_next()
@@ -111,18 +117,18 @@ class InlinedPrompts:
         return len(self._prompts)
 
     def add(self, prompt: Prompt) -> None:
-        """Add a prompt behind the others."""
+        """Add a prompt, to be computed after all present ones."""
         self._prompts[prompt] = None
         self.num_device_tokens += prompt.request.num_input_tokens
 
     def remove(self, prompt: Prompt) -> None:
-        """Remove a prompt that is computed, or not wanted any more. Idempotent."""
+        """Remove a prompt that has been computed or aborted. Idempotent."""
         if prompt in self._prompts:
             del self._prompts[prompt]
             self.num_device_tokens -= prompt.request.num_input_tokens
 
     def plan(self, batch: Batch) -> Mixed | None:
-        """Plan the next iteration with this batch; None for one without prompts."""
+        """Return the next iteration, with chunks of prompts beside this batch; None if it has no chunks."""
         prompts = list(self._prompts)
         if not prompts:
             return None
@@ -133,7 +139,7 @@ class InlinedPrompts:
         return Mixed(chunks, batch.size, batch.num_kv_tokens) if chunks else None
 
     def ended(self, iteration: Mixed, seconds: float) -> list[Prompt]:
-        """Learn from an iteration, and return the prompts that it has completed, which are removed."""
+        """Learn from an iteration, and return the prompts that it has completed. They are removed."""
         num_tokens = iteration.num_prompt_tokens
         self._predictors.observe(iteration.batch_size, iteration.num_kv_tokens, num_tokens, seconds)
         computed = []

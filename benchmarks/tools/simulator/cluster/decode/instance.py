@@ -1,7 +1,7 @@
-"""A simulated decode instance: continuous batching.
+"""A simulated decode instance, with continuous batching.
 
-A batch that outgrows the device preempts its newest member, which joins again later. `arrivals` brings
-requests to the batch, `migrating` those that migrate.
+A batch that outgrows the device preempts its newest member, which joins again later. `arrivals` admits
+requests to the batch, `migrating` admits requests that migrate.
 
 Owns: the batch and its iterations. Does not know: who placed requests here, prefill instances.
 """
@@ -29,10 +29,13 @@ from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class DecodeInstance:
-    """A simulated decode instance. It takes `Reserve`, `Decode`, `Abort` and the orders of migrations, and
-    sends `Reserved`, `Prefilled`, `DecodeRefused`, `Finished` and the answers.
+    """A simulated decode instance.
 
-    `capacity_tokens`: tokens of KVCache on the device. `checks_reservations` is for `Arrivals`.
+    It carries out `Reserve`, `Decode`, `Abort` and the orders of migrations. It sends `Reserved`,
+    `Prefilled`, `DecodeRefused`, `Finished` and the answers to migration orders.
+
+    `capacity_tokens` is the number of tokens for which the device has memory. `checks_reservations` is for
+    `Arrivals`.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class DecodeInstance:
         self._max_batch, self.capacity_tokens = max_batch, capacity_tokens
         self._find_request, self._join_costs = find_request, join_costs
         self._joining_s = 0.0
-        """Seconds by which the next iteration is longer, because of the requests that join it."""
+        """Seconds by which the next iteration is longer because of requests that join the batch."""
         self.batch = Batch()
         self._runner = BatchRunner(node.clock, self._iteration_cost, self.batch, self._run_ended)
         if node.machine is not None:
@@ -74,11 +77,11 @@ class DecodeInstance:
         self._turns = self._arrivals.turns
         self.num_preemptions = self._num_iterations = self._num_tokens = 0
         self.busy_s = 0.0
-        """Seconds of iterations."""
+        """Total seconds of iterations."""
         self.migrating = Migrating(self, find_request)
         self._between_iterations: list[Callable[[], None]] = []
         self._tails: list[tuple[Sequence, int]] = []
-        """Requests that have moved here, each with the tokens that it has on the device."""
+        """Requests that have migrated here, each with the number of tokens whose KVCache was loaded."""
 
     @property
     def num_sequences(self) -> int:
@@ -95,20 +98,20 @@ class DecodeInstance:
 
     @property
     def num_free_tokens(self) -> int:
-        """Free tokens of the device's KVCache."""
+        """The number of tokens for which the device has free memory."""
         num_others = self.inlined.num_device_tokens + self.migrating.num_held_tokens
         return self.capacity_tokens - self.batch.num_kv_tokens - num_others
 
     @property
     def iteration_s(self) -> float:
-        """The seconds of an iteration of the batch as it is now; 0 without a batch."""
+        """The seconds of an iteration of the present batch; 0 if it is empty."""
         if not self.batch.size:
             return 0.0
         costs = self.node.costs
         return costs.iteration_s((), self.batch.size) + costs.kv_token_s * self.batch.num_kv_tokens
 
     def stats(self) -> DecodeStats:
-        """Return the totals for heartbeats."""
+        """Return the totals in the form of heartbeats."""
         return DecodeStats(
             self._num_iterations,
             self._num_tokens,
@@ -131,7 +134,7 @@ class DecodeInstance:
                 self.migrating.receive(message)
 
     def arrived(self, ref: Ref) -> None:
-        """Record that all KVCache of a prompt is in the pool."""
+        """Record that the pool has all KVCache of a prompt."""
         self._arrivals.arrived(ref)
 
     # -- the batch ----------------------------------------------------------------------------------
@@ -146,7 +149,8 @@ class DecodeInstance:
             self._runner.cut()
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether there is room for a request, and for the next token of all others."""
+        """Return whether a request of `num_tokens` tokens fits, with room for the next token of all
+        requests."""
         num_next = self.batch.size + len(self.inlined) + self.migrating.num_held + 1
         return num_next <= self._max_batch and self.num_free_tokens >= num_tokens + num_next
 
@@ -174,7 +178,7 @@ class DecodeInstance:
         self.node.computes(self._is_mixed or self.batch.size > 0)
 
     def _join(self, sequence: Sequence) -> None:
-        """Let a sequence take part in the next iteration."""
+        """Add a sequence to the next iteration."""
         sequence.first_leaves(self.node.clock.now_s)
         self._sequences.join(sequence)
         self.batch.add(sequence.member, self.node.clock.now_s)
@@ -234,7 +238,10 @@ class DecodeInstance:
         ended: Callable[..., None],
         *of: object,
     ) -> None:
-        """Run one iteration of a batch with shares of prompts, and call `ended` with its seconds and `of`."""
+        """Run one iteration with shares of prompts beside `size` requests.
+
+        Then call `ended` with its seconds and `of`.
+        """
         self._is_mixed = True
         node, costs = self.node, self.node.costs
         seconds = node.factor * (costs.iteration_s(shares, size) + costs.kv_token_s * num_kv_tokens)
@@ -259,7 +266,7 @@ class DecodeInstance:
         self._run()
 
     def _prefilled(self, sequence: Sequence) -> None:
-        """Record that an inlined prompt has its first token, and that other prompts find its blocks."""
+        """Record that an inlined prompt has its first token. From now on its blocks are in the pool."""
         self._arrivals.stored(sequence)
         sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self.node.send(Prefilled(sequence.ref, ANY_TOKEN, sequence.request.num_cached_tokens))
@@ -276,11 +283,11 @@ class DecodeInstance:
     # -- for migrations -----------------------------------------------------------------------------
 
     def find(self, ref: Ref) -> Sequence | None:
-        """Return the sequence of an attempt; None if it is not here."""
+        """Return the sequence of an attempt; None if this instance has none."""
         return self._sequences.get(ref)
 
     def between_iterations(self, action: Callable[[], None]) -> None:
-        """Call `action` when no iteration is in flight, before the next one."""
+        """Call `action` before the next iteration, when none is in flight."""
         self._between_iterations.append(action)
         if self._runner.is_running:
             self._runner.cut()
@@ -288,11 +295,11 @@ class DecodeInstance:
             self._run()
 
     def num_drawn(self, sequence: Sequence) -> int:
-        """Return the number of tokens of the output so far."""
+        """Return the number of output tokens of a sequence so far."""
         return sequence.request.num_output_tokens - self.batch.num_left_of(sequence.member)
 
     def release(self, sequence: Sequence) -> None:
-        """Forget a request that is decoded elsewhere from now on."""
+        """Remove a request that another instance decodes from now on."""
         if sequence.request.first_token_s is None:  # it was held, or the request waited for its turn
             sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self._abort(sequence.ref)
@@ -305,7 +312,7 @@ class DecodeInstance:
         self._tails.append((sequence, num_loaded))
 
     def _run_tails(self) -> None:
-        """Run one iteration that computes the tokens behind loaded blocks again."""
+        """Run one iteration that computes the tokens of migrated requests behind their loaded blocks."""
         tails, self._tails = self._tails, []
         shares = [PromptShare(of.member.num_tokens + 1 - num_loaded, num_loaded) for of, num_loaded in tails]
         size, num_kv_tokens = self.batch.size, self.batch.num_kv_tokens
@@ -320,7 +327,7 @@ class DecodeInstance:
         self._run()
 
     def _continued(self, sequence: Sequence) -> None:
-        """Record the first token that a migrated request draws here, and let it join the batch."""
+        """Record the first token that a migrated request draws here, and add the request to the batch."""
         member, now_s = sequence.member, self.node.clock.now_s
         member.gaps.append((1, now_s - member.left_s))
         member.left_s = now_s

@@ -1,10 +1,12 @@
 """Migrations at a simulated decode instance: both sides, with times from its links and costs.
 
-The source stores blocks over PCIe, the destination fetches them over the network, in competition with all
-other transfers, and loads them over PCIe, all beside the batches. The tokens behind the loaded blocks are
-computed again with the destination's next iteration. Pool pages of the copies are not counted.
+The source stores blocks over PCIe. The destination fetches them over the network, in competition with all
+other transfers, and loads them over PCIe. All of this happens while iterations run. The tokens behind the
+loaded blocks are computed again with the destination's next iteration. Pool pages of the copies are not
+counted.
 
-Owns: requests that come, and the orders of a migration. Does not know: why a request moves, who is batched.
+Owns: requests that migrate here, and the orders of a migration. Does not know: why a request moves, which
+requests are decoded.
 """
 
 from collections.abc import Callable
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """A request that this instance prepares for."""
+    """A request that is being prepared to migrate here."""
 
     num_loaded: int = 0
-    """Tokens whose KVCache is on the device."""
+    """The number of tokens whose KVCache is on the device."""
     num_held: int = 0
-    """Device tokens that are held for the request."""
+    """The number of tokens for which device memory is held."""
     transfer: Transfer | None = None
 
 
@@ -49,13 +51,13 @@ class Migrating:
         self._instance, self._node, self._find_request = instance, instance.node, find_request
         self._coming: dict[Ref, _Coming] = {}
         self._num_stored: dict[Ref, int] = {}
-        """Tokens whose blocks are stored in the pool, by request that migrates from here."""
+        """The number of tokens whose blocks are stored in the pool, by request that migrates from here."""
         self.num_held_tokens = 0
-        """Device tokens that are held for requests that come."""
+        """The number of tokens for which device memory is held, for requests that migrate here."""
 
     @property
     def num_held(self) -> int:
-        """The number of batch slots that are held for requests that come."""
+        """The number of batch slots that are held for requests that migrate here."""
         return len(self._coming)
 
     def receive(self, order: MigrationOrder) -> None:
@@ -71,7 +73,7 @@ class Migrating:
                 self._instance.between_iterations(partial(self._take_over, order))
 
     def abort(self, ref: Ref) -> None:
-        """Forget a request that was to come. Idempotent."""
+        """Forget a request that was to migrate here. Idempotent."""
         coming = self._coming.pop(ref, None)
         self._num_stored.pop(ref, None)
         if coming is not None:
@@ -80,7 +82,7 @@ class Migrating:
                 self._node.traffic.cancel(coming.transfer)
 
     def _full_tokens(self, num_tokens: int) -> int:
-        """Return the number of tokens in full blocks; the newest token has no KVCache."""
+        """Return how many of a request's tokens are in full blocks. The newest token has no KVCache."""
         block_size = self._node.layout.block_size
         return (num_tokens - 1) // block_size * block_size
 

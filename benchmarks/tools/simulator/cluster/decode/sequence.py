@@ -16,25 +16,30 @@ from mooncake.messages.requests import Ref
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request at a decode instance. `has_begun`: whether its first token may leave."""
+    """One request at a decode instance. `has_begun` says whether its first token may leave."""
 
     ref: Ref
     request: SimulatedRequest
     member: Member
     tbt_slo_s: float | None
-    """The request's SLO; None if the request must not be refused."""
+    """The request's TBT SLO in seconds; None if the request must not be refused."""
     prompt: Prompt | None = None
     """The prompt if this instance computes it."""
     reservation: Reservation | None = None
     take_back: Callable[[], None] | None = None
     """A callback that cancels the wait for pages."""
     holds_first: bool = False
-    """Whether the first token is held, with both SLOs (`workers.decode.tbt_slo.double_check.HeldTokens`)."""
+    """Whether the request has a TBT SLO. If its first token also has a deadline, the token is held.
+
+    The rule is that of `workers.decode.tbt_slo.double_check.HeldTokens`.
+    """
     due_s: float | None = None
     """The time at which the first token is due."""
     held_until_s: float | None = None
-    """The time at which the first token leaves unless the sequence joins the batch before; None: it is not
-    held."""
+    """The time at which a held first token leaves, unless its sequence joins the batch earlier.
+
+    None if the token is not held.
+    """
     has_begun: bool = False
     has_arrived: bool = False
     is_waiting: bool = False
@@ -48,13 +53,13 @@ class Sequence:
             self.request.first_token_s = self.member.left_s = now_s
 
     def first_leaves(self, now_s: float) -> None:
-        """Send the first token if it is still held, as its sequence joins the batch. Idempotent."""
+        """Send the first token if it is still held, because its sequence joins the batch. Idempotent."""
         if self.held_until_s is not None and self.request.first_token_s is None:
             self.request.first_token_s = self.member.left_s = min(now_s, self.held_until_s)
 
 
 class Sequences:
-    """All sequences of one instance, and their tokens outside the batch."""
+    """All sequences of one instance, and the numbers of their tokens outside the batch."""
 
     def __init__(self) -> None:
         self._by_ref: dict[Ref, Sequence] = {}
@@ -79,7 +84,7 @@ class Sequences:
         return self._by_member[member]
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence, outside the batch."""
+        """Add a sequence that is not in the batch."""
         self._by_ref[sequence.ref] = self._by_member[sequence.member] = sequence
         self._count(sequence, 1)
 
@@ -107,7 +112,7 @@ class Sequences:
         self.num_begun_outside_tokens += sequence.member.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is in no batch."""
+        """Remove a sequence that is not in the batch."""
         del self._by_ref[sequence.ref], self._by_member[sequence.member]
         self._count(sequence, -1)
 

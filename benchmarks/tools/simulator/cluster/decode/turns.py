@@ -1,5 +1,4 @@
-"""The queue of requests whose prefill has ended, and that wait for the batch of a simulated decode instance
-to shrink.
+"""The queue of prefilled requests that wait for a simulated decode instance's batch to shrink.
 
 Owns: which requests wait, and until when. Does not know: when a batch is too large, what is done with a turn.
 """
@@ -15,10 +14,10 @@ class Turns:
     """The queue for turns, first come, first served.
 
     Args:
-        clock: The time.
-        too_slow_s: Returns the TBT with a sequence if that is too long, else None.
-        begin: Called with a sequence that has its turn.
-        refuse: Called with a sequence whose time is over, and that TBT.
+        clock: The virtual clock.
+        too_slow_s: Returns the predicted TBT with a sequence if it is too long, else None.
+        begin: Called with a sequence that gets its turn.
+        refuse: Called with a sequence whose time is over, and with the predicted TBT.
     """
 
     def __init__(
@@ -35,8 +34,10 @@ class Turns:
         return len(self._waiting)
 
     def add(self, sequence: Sequence, time_left_s: float | None) -> None:
-        """Queue a sequence, which is refused if it gets no turn within `time_left_s`; with None, if it gets
-        none at once."""
+        """Queue a sequence. It is refused if it gets no turn within `time_left_s` seconds.
+
+        If `time_left_s` is None, it is refused if it gets no turn at once.
+        """
         self._waiting.append(sequence)
         if time_left_s is not None:
             sequence.due_s = self._clock.now_s + time_left_s
@@ -47,7 +48,7 @@ class Turns:
             self._end(sequence)
 
     def take(self) -> None:
-        """Give a turn to each waiting sequence for which there is room, in order."""
+        """Give turns to waiting sequences, in order, until the predicted TBT is too long."""
         while self._waiting and self._too_slow_s(self._waiting[0]) is None:
             self._begin(self._waiting.popleft())
 

@@ -1,9 +1,9 @@
-"""The models and machines of the simulator: published shapes and data sheets, nothing measured here.
+"""The models and machines of the simulator: published shapes and data sheets, no measurements.
 
-The efficiencies say which share of a data sheet's figure software reaches. All experiments have the same
-efficiencies.
+The efficiencies say which share of a data sheet's figure software reaches. They are the same in all
+experiments.
 
-Owns: the cards, and the errors for names that are none. Does not know: what anything costs.
+Owns: the cards, and the errors for unknown names. Does not know: what anything costs.
 """
 
 import difflib
@@ -39,8 +39,10 @@ class ModelCard:
 
     @property
     def num_linear_weights(self) -> int:
-        """The weights with which every token is multiplied. The output layer is left out, as prefill needs it
-        once."""
+        """The number of weights with which every token is multiplied.
+
+        The output layer is left out, because prefill needs it once.
+        """
         kv = self.num_kv_heads * self.head_dim
         mlp = self.mlp_matrices * self.hidden * self.intermediate
         layer = 2 * self.hidden * self.hidden + 2 * self.hidden * kv + mlp
@@ -63,7 +65,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class HardwareCard:
-    """One node: `num_gpus` devices of one tensor-parallel group. Bytes/s are of the whole node.
+    """One node: `num_gpus` devices of one tensor-parallel group. Bytes a second are of the whole node.
 
     `pool_bytes` is the DRAM that the node gives to the KVCache pool.
     """
@@ -80,7 +82,7 @@ class HardwareCard:
     pool_bytes: float
 
     def with_gpus(self, num_gpus: int) -> "HardwareCard":
-        """Return a share of this node: NICs, PCIe and DRAM shrink with the devices."""
+        """Return the card of a part of this node: NICs, PCIe and DRAM shrink with the number of devices."""
         share = num_gpus / self.num_gpus
         return replace(
             self,
@@ -93,7 +95,8 @@ class HardwareCard:
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Shares of the data sheets' figures that software reaches, and overheads that the sheets do not have."""
+    """Shares of the data sheets' figures that software reaches, and overheads that the sheets do not
+    state."""
 
     compute: float = 0.5
     """Share of the matrix units' peak, in the large products of prefill (model FLOPs utilisation)."""
@@ -103,11 +106,11 @@ class Efficiencies:
     """Share of the NICs' bandwidth: Mooncake's Transfer Engine reached 87 GB/s over 4 x 200 Gbit/s."""
     pcie: float = 0.8
     device_memory: float = 0.9
-    """Share of the device memory that is used, by weights and KVCache."""
+    """Share of the device memory that weights and KVCache can use."""
     iteration_overhead_s: float = 0.005
-    """Seconds of planning, sampling and launches."""
+    """Seconds of an iteration for planning, sampling and launches."""
     layer_overhead_s: float = 60e-6
-    """Seconds of two all-reduces of small tensors, where several devices work as a group."""
+    """Seconds of a layer's two all-reduces of small tensors, where several devices work as a group."""
 
 
 STATED = Efficiencies()
@@ -138,12 +141,12 @@ HARDWARE = {
 
 
 def model_card(name: str) -> ModelCard:
-    """Return the card of a model. Raises ConfigError, with the nearest names, if there is none."""
+    """Return the card of a model. If there is none, raises ConfigError with the nearest names."""
     return MODELS[_known("model", name, MODELS)]
 
 
 def hardware_card(name: str) -> HardwareCard:
-    """Return the card of a machine. Raises ConfigError, with the nearest names, if there is none."""
+    """Return the card of a machine. If there is none, raises ConfigError with the nearest names."""
     return HARDWARE[_known("hardware", name, HARDWARE)]
 
 

@@ -1,4 +1,4 @@
-"""The virtual clock, which runs actions at their times; actions of one time in the order of planning.
+"""The virtual clock, which runs actions at their times. Actions of one time run in the order of planning.
 
 Owns: time. Does not know: the actions.
 """
@@ -12,7 +12,7 @@ Action = Callable[..., None]
 
 
 class Clock:
-    """A virtual clock. `now_s` is the time of the action that runs."""
+    """A virtual clock. `now_s` is the time of the action that is running."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -21,11 +21,11 @@ class Clock:
         self._numbers = count()
 
     def at(self, time_s: float, action: Action, *arguments: Any) -> None:
-        """Plan an action for a time. An action for a past time runs now."""
+        """Plan an action for second `time_s`. An action for a past time runs at the present time."""
         heapq.heappush(self._planned, (max(time_s, self.now_s), next(self._numbers), action, arguments))
 
     def after(self, delay_s: float, action: Action, *arguments: Any) -> None:
-        """Plan an action after a number of seconds."""
+        """Plan an action in `delay_s` seconds."""
         heapq.heappush(self._planned, (self.now_s + delay_s, next(self._numbers), action, arguments))
 
     def run(self) -> None:

@@ -1,8 +1,8 @@
 """The durations of iterations: by roofline from cards, or from a profile of real workers.
 
-An iteration computes *shares* of prompts and one token for each running request. Both cost models are affine
-in the KV tokens that the running requests hold, so many decoding iterations in a row have a closed form (see
-`batch`).
+An iteration computes *shares* of prompts, and one token for each running request. Both cost models are affine
+in the KV tokens of the running requests. So the time of many decoding iterations in a row has a closed form
+(`batch`).
 
 Owns: seconds of computing. Does not know: queues, networks, who computes.
 """
@@ -15,31 +15,33 @@ from mooncake.messages.costs import Costs as Polynomial
 
 
 class PromptShare(NamedTuple):
-    """The next `num_tokens` of a prompt, behind `num_before` that have KVCache."""
+    """The next `num_tokens` tokens of a prompt, behind `num_before` tokens that have KVCache."""
 
     num_tokens: int
     num_before: int
 
 
 class Costs(Protocol):
-    """The interface of a cost model: seconds on one instance."""
+    """The interface of a cost model. All costs are seconds on one instance."""
 
     kv_token_s: float
     """Seconds that one more token of KVCache adds to an iteration of decoding."""
     profiled: tuple[Polynomial, Polynomial]
-    """The costs of prefill and decode that the Conductor learns by measuring."""
+    """The costs of prefill and of decode that the Conductor learns from measurements."""
 
     def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
-        """Return the seconds of one forward pass, without reading the KVCache of running requests
-        (`kv_token_s` for each token)."""
+        """Return the seconds of one forward pass, without reading the KVCache of running requests.
+
+        Reading it takes `kv_token_s` for each token.
+        """
 
 
 class Roofline:
-    """Costs by roofline: linear layers take the longer of computing and reading the weights; attention is
-    added.
+    """Costs by roofline, with attention added.
 
-    Causal attention over n new tokens behind p others takes 4 * layers * hidden * n * (p + n / 2)
-    floating-point operations, the linear layers take 2 for each weight and token.
+    Linear layers take the longer of computing and reading the weights: computing takes 2 floating-point
+    operations for each weight and token. Causal attention over n new tokens behind p others takes 4 * layers
+    * hidden * n * (p + n / 2) operations.
     """
 
     def __init__(self, model: ModelCard, hardware: HardwareCard, efficiencies: Efficiencies = STATED) -> None:
@@ -66,7 +68,7 @@ class Roofline:
 
 
 class Profiled:
-    """Costs by polynomials, as `mooncake-serve profile` fits them to a real worker (mooncake.messages.costs).
+    """Costs by polynomials, which `mooncake-serve profile` fits to a real worker (`mooncake.messages.costs`).
 
     Prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2); c0 counts once for
     prompts that share a pass. One iteration of b requests with k KV tokens: c0 + c1 * b + c2 * k.

@@ -1,8 +1,8 @@
 """The effects of instances on others of one machine, and of a real machine on every iteration.
 
-Instances with machines of their own, as in all clusters made from cards, have no such effects.
+Instances on machines of their own, as in all clusters made from cards, have no such effects.
 
-Owns: who computes beside whom, how iterations vary. Does not know: what is computed.
+Owns: which instances compute at the same time, how iterations vary. Does not know: what is computed.
 """
 
 import math
@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 LONGEST_SHARE = 0.1
-"""Share of a request's gaps, the longest ones, whose mean is its TBT."""
+"""The share of a request's gaps, the longest ones, whose mean is its TBT."""
 _SEED = 0
 
 
 @dataclass(slots=True)
 class Machine:
-    """One machine for all instances. An instance's iterations take `slowdown` times as long while others
-    compute.
+    """One machine for all instances.
 
-    `on_change` of an instance is called when its slowdown begins or ends.
+    An instance's iterations take `slowdown` times as long while others compute. An instance's `on_change` is
+    called when its slowdown begins or ends.
     """
 
     slowdown: dict[str, float]
@@ -49,21 +49,27 @@ class Machine:
 
 
 class IterationJitter:
-    """Lognormal factors of iterations, with mean 1. `longest_mean`: the mean of the longest tenth of them."""
+    """Random factors of iterations, lognormal with mean 1.
+
+    `longest_mean` is the mean of the largest tenth of the factors.
+    """
 
     def __init__(self, longest_mean: float) -> None:
         self._sigma = _sigma_of(longest_mean)
         self._rng = np.random.default_rng(_SEED)
 
     def applied(self, gaps: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """Return the gaps, as pairs (number, seconds), each with a random factor of its own."""
+        """Return the gaps, each multiplied by a random factor.
+
+        Gaps are pairs (number of gaps, seconds of each).
+        """
         seconds = np.repeat([each_s for _, each_s in gaps], [number for number, _ in gaps])
         factors: np.ndarray[Any, Any] = self._rng.lognormal(-(self._sigma**2) / 2, self._sigma, len(seconds))
         return [(1, float(gap_s)) for gap_s in seconds * factors]
 
 
 def _sigma_of(longest_mean: float) -> float:
-    """Return sigma for this mean of the longest tenth.
+    """Return the sigma with which the largest tenth of the factors have this mean.
 
     A lognormal variable with mean 1 has a mean of (1 - Phi(z - sigma)) / share beyond its quantile z.
     """

@@ -1,4 +1,4 @@
-"""The network between instances: the transfers of an instance share its NICs evenly, in each direction.
+"""The network between instances. The transfers of an instance share its NICs evenly, in each direction.
 
 A transfer is as fast as the busier of its two ends allows. Bandwidth that a transfer cannot use is not given
 to others, so the simulation is never faster than max-min fairness.
@@ -18,7 +18,7 @@ class Port:
 
     bytes_per_s: float
     transfers: dict["Transfer", None] = field(default_factory=dict)
-    """The transfers in order of their beginning, so that runs are reproducible."""
+    """The transfers in the order in which they began, so that simulations are reproducible."""
     sent_bytes: float = 0.0
 
     @property
@@ -28,7 +28,7 @@ class Port:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A transfer in progress. `on_end` is called when the last byte has arrived."""
+    """A transfer in progress. `on_end` is called when its last byte has arrived."""
 
     source: Port
     destination: Port
@@ -38,17 +38,17 @@ class Transfer:
     """The time at which `left_bytes` were left."""
     bytes_per_s: float = 0.0
     version: int = 0
-    """The number of times that the end was predicted; only the event of the latest prediction counts."""
+    """The number of times that the end was predicted. Only the event of the latest prediction counts."""
 
 
 class Network:
-    """The network, which starts and ends transfers."""
+    """The network, which starts, shares out and ends transfers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def send(self, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]) -> Transfer:
-        """Start a transfer now."""
+        """Start a transfer now. `on_end` is called when its last byte has arrived."""
         transfer = Transfer(source, destination, num_bytes, on_end, self._clock.now_s)
         source.sent_bytes += num_bytes
         source.transfers[transfer] = destination.transfers[transfer] = None
