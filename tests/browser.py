@@ -1,4 +1,4 @@
-"""A headless Chromium that a test clicks through, by the DevTools protocol over two pipes."""
+"""A headless Chromium with a page that a test can click and read, by the DevTools protocol over two pipes."""
 
 import base64
 import json
@@ -23,8 +23,10 @@ FLAGS = [
 
 
 class Browser:
-    """A browser with one page. Use as a context manager; `problems` are errors of the page's scripts and of
-    what they load."""
+    """A browser with one page. Use as a context manager.
+
+    `problems` are errors of the page's scripts, and of files that the page loads.
+    """
 
     def __init__(self, profile: Path) -> None:
         self._profile = profile
@@ -102,11 +104,11 @@ class Browser:
         return answer["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """Return the text of the first element that matches; empty without one."""
+        """Return the text of the first element that matches; empty if none matches."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, selector: str) -> None:
-        """Click with the mouse into the middle of the first element that matches."""
+        """Click the middle of the first element that matches."""
         x, y = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             " e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
@@ -120,7 +122,7 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` is true: the page shows `what`."""
+        """Wait until `condition` is true. `what` describes it in the error message."""
         end_s = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < end_s, f"the page does not show {what}"

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it gets: OTLP over HTTP, in JSON."""
+"""An OpenTelemetry collector that keeps the spans that it gets by OTLP over HTTP, in JSON."""
 
 import json
 import threading
@@ -13,8 +13,10 @@ from tests.deadline import DEADLINE_S
 
 @dataclass(frozen=True, slots=True)
 class CollectedSpan:
-    """A span as the collector got it. Ids are hexadecimal digits, times nanoseconds since 1970. `parent_id`
-    is empty for a span that begins a trace."""
+    """A span as the collector got it. `parent_id` is empty for a span that begins a trace.
+
+    Ids are hexadecimal digits, times nanoseconds since 1970.
+    """
 
     process: str
     service: str
@@ -28,7 +30,7 @@ class CollectedSpan:
     error: str
     attributes: dict[str, Any]
     events: dict[str, dict[str, Any]]
-    """Attributes of the events, by name."""
+    """The attributes of each event, by the event's name."""
 
 
 @dataclass(slots=True)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 
 class CoreClock:
-    """A clock that stands still while the main thread of one of the processes `pids` could run and has no
-    core.
+    """A clock that stands still while a process that could run has no core.
 
-    The process that counts is the one that has waited longest since the clock was made; with idle cores none
-    waits.
+    Of the processes `pids`, the one whose main thread has waited longest for a core since the clock was made
+    counts. With idle cores no process waits.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Crowds of hostile peers, which send as much as is taken, and then stay connected."""
+"""Crowds of hostile peers, which send as much as is accepted and then stay connected."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from tests.deadline import DEADLINE_S
 MIB = 1 << 20
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + b"\x00" + bytes(31)
 QUIET_S = 2.0
-"""Seconds without a byte that is taken, after which no more are expected to be."""
+"""Seconds without an accepted byte after which a peer stops sending."""
 _PIECE = bytes(1 << 18)
 _HTTP = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
@@ -37,7 +37,7 @@ def http_head(num_bytes: int) -> Opening:
 
 @contextlib.contextmanager
 def crowd(ports: Sequence[int], openings: Sequence[Opening], num_each: int) -> Iterator[None]:
-    """Make a context in which `num_each` peers are connected to each port, and have sent what was taken."""
+    """Make a context with `num_each` peers at each port, which have sent as much as was accepted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

@@ -1,4 +1,3 @@
-"""The seconds for which a test waits for an event at most: long enough for busy machines, and not for
-ever."""
+"""The deadline of tests: the most seconds that a test waits for an event, also on a busy machine."""
 
 DEADLINE_S = 180.0

@@ -9,8 +9,10 @@ from benchmarks.debian import CannotFetchError, fetch
 
 
 def fetched(package: str, program: str) -> Path:
-    """Return the path of `program` (its path inside the package, from / on). Skips the test if the program
-    cannot be had; in CI the test fails, so that it does not quietly stop running there."""
+    """Return the path of `program`, which is its path inside the Debian package, without the leading slash.
+
+    Skips the test if the program cannot be had. In CI the test fails, so that it is not silently skipped.
+    """
     try:
         return fetch(package) / program
     except CannotFetchError as error:

@@ -1,11 +1,11 @@
 """The commands and programs that README and the pages of docs/ tell a reader to type, as data.
 
-A fenced `sh` block is one that can be pasted into a terminal that stands in a fresh clone. Marks behind `sh`:
+A fenced `sh` block can be pasted into a terminal in a fresh clone. Marks behind `sh`:
 
-- `server`: runs until its section (`##`) ends, in a terminal of its own
-- `host=N`: on that host of several
-- `after=two-hosts`: the section goes on where that section of the quickstart ends
-- `needs=THING`: is not run by tests, for want of that thing
+- `server`: the command runs until its section (`##`) ends, in a terminal of its own
+- `host=N`: the block is for that host of several
+- `after=two-hosts`: the section continues the end of that section of the quickstart
+- `needs=THING`: tests do not run the block, because THING is not available
 
 A `python` block is a program, unless it is marked `excerpt`.
 """
@@ -24,7 +24,7 @@ NEEDS = {"docker", "gpu", "rdma", "internet", "hours", "hosts", "systemd", "vllm
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page, with the section in which it stands, and its marks."""
+    """A fenced block of a page, with its section and its marks."""
 
     section: str
     language: str
@@ -40,21 +40,26 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether a test runs the block. `make` is left out: it has installed the tests themselves."""
+        """Whether a test runs the block.
+
+        Blocks with `make` are not run: `make` has installed the tests themselves.
+        """
         is_program = self.language in ("sh", "python") and "excerpt" not in self.marks
         return is_program and self.needs is None and not self.text.startswith("make ")
 
     @property
     def commands(self) -> Iterator[str]:
-        """The lines of the block without comments; a line that ends with a backslash is joined with the next
-        one."""
+        """Yield the commands of the block: its lines without comments.
+
+        A line that ends with a backslash is joined with the next line.
+        """
         for line in self.text.replace("\\\n", " ").splitlines():
             if command := re.sub(r"(^|\s)#\s.*", "", line).strip():
                 yield command
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the blocks of a page in its order. Raises ValueError for an unknown mark."""
+    """Return the blocks of a page in their order. Raises ValueError for an unknown mark."""
     found = []
     section = ""
     for match in re.finditer(r"(?ms)^## (.+?)$|^```(\w*)([^\n]*)\n(.*?)^```$", page.read_text()):
@@ -73,5 +78,5 @@ def blocks(page: Path) -> list[Block]:
 
 
 def anchor(heading: str) -> str:
-    """Return GitHub's name of a heading in links."""
+    """Return the fragment by which GitHub links to a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

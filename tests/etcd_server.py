@@ -12,10 +12,10 @@ from tests.ports import free_port
 
 
 class EtcdServer:
-    """An etcd server. Use as a context manager. Its port stays the same.
+    """An etcd server with one member. Use as a context manager. Its port stays the same.
 
-    `network`: the network namespace of the server, where its address is `host`; None for that of this
-    process.
+    `network` is the network namespace of the server, where `host` is its address; None for the namespace of
+    this process.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class EtcdServer:
         eventually(lambda: self._serves(start), "etcd serves")
 
     def _serves(self, start: int) -> bool:
-        """Return whether the log, from `start` on, says that the server leads.
+        """Return whether the log, from position `start` on, says that the server leads.
 
-        The server listens before it leads. Killed in between, it would have a log without members, and never
-        serve again.
+        The server listens before it leads. If it were killed in between, its data would have no members, and
+        it would never serve again.
         """
         log = self._log.read_bytes()[start:]
         assert self._process.poll() is None, log.decode()
         return b"ready to serve client requests" in log
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
-        """Kill the server, whose data stay; or send another signal, such as to stop or continue it."""
+        """Kill the server, whose data stay. Another `signum` can stop or continue it instead."""
         self._process.send_signal(signum)
         if signum is signal.SIGKILL:
             self._process.wait()

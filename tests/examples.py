@@ -1,5 +1,7 @@
-"""The number of examples that Hypothesis draws: a few, the same each time; in `make soak` all, others each
-time."""
+"""The number of examples that Hypothesis draws.
+
+`make soak` draws all, and others each time. Otherwise a few are drawn, the same each time.
+"""
 
 import hypothesis
 

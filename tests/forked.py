@@ -1,6 +1,8 @@
-"""Processes that are forked from one that has imported the modules they need, as imports are most of a start.
+"""Processes that are forked from a process that has imported the modules they need.
 
-Owns: the fork server, what a forked process gets of this one. Does not know: what processes do.
+A start of such a process takes little time, because most of a start is imports.
+
+Owns: the fork server, what a forked process inherits. Does not know: what processes do.
 """
 
 import multiprocessing
@@ -19,13 +21,16 @@ _preloaded = ["__main__"]
 
 
 def preload(module: str) -> None:
-    """Have the fork server import this module at its start. No effect once it has been started."""
+    """Make the fork server import this module at its start.
+
+    To be called before the fork server is started.
+    """
     _preloaded.append(module)
     _CONTEXT.set_forkserver_preload(_preloaded)
 
 
 def start_fork_server() -> None:
-    """Start the fork server. Its processes are in the network namespace in which it was started."""
+    """Start the fork server. Its processes are in the network namespace in which this is called."""
     forkserver.ensure_running()
 
 
@@ -39,7 +44,7 @@ Finalize(None, _end_all, exitpriority=0)
 
 
 class Descriptor:
-    """A descriptor as an argument of a forked process, which gets the number of a duplicate."""
+    """A descriptor as an argument of a forked process. The process gets the number of a duplicate."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -54,9 +59,10 @@ def _number_of(duplicate: Any) -> int:
 
 
 class Forked:
-    """A process that calls `function(*arguments)`, with `environ` and three descriptors of its own, and ends.
+    """A process that calls `function(*arguments)`, and then ends.
 
-    Methods and properties with names of `subprocess.Popen`'s do the same.
+    It has `environ` and three descriptors of its own. Methods and properties with names of `subprocess.Popen`
+    do the same as there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks around each async test: no task, no descriptor and no unseen exception may be left behind.
+"""Checks for each async test: no task, descriptor or unseen exception may be left behind.
 
 A module whose tests are checked imports the fixture; the `conftest.py` of a folder imports both names.
 """
@@ -15,8 +15,10 @@ import pytest_asyncio
 
 @pytest.fixture(autouse=True)
 def unseen_exceptions(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """The exceptions that the event loop has reported. Once the loop is closed, the test fails if there are
-    any, or if a descriptor is left open."""
+    """Yield the exceptions that the event loop reports.
+
+    When the loop is closed, the test fails if there were any, or if a descriptor is left open.
+    """
     unseen: list[str] = []
     if not pytest_asyncio.is_async_test(request.node):
         yield unseen
@@ -49,8 +51,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def _descriptors() -> set[tuple[str, str]]:
-    """Return the open descriptors, each number with its target, so that a number that is used again counts as
-    a new one."""
+    """Return the open descriptors, each as its number and its target.
+
+    So a number that is used again counts as a new descriptor.
+    """
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own

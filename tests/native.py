@@ -1,4 +1,4 @@
-"""Compilation of C++ before the tests rather than at its first use, as some tests have short deadlines."""
+"""Compilation of C++ before the tests, as some tests have deadlines that are shorter than a compilation."""
 
 import pytest
 
@@ -15,5 +15,5 @@ def load() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
-    """A fixture for the folder whose conftest.py imports it: the C++ of messengers is compiled."""
+    """Compile the C++ of messengers. The fixture acts on the folder whose conftest.py imports it."""
     load()

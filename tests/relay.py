@@ -1,4 +1,4 @@
-"""A relay between a client and a server over TCP, for tests: their connections break when a test says so."""
+"""A TCP relay between a client and a server. Tests use it to break their connections."""
 
 import contextlib
 import socket
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Relay:
-    """A relay, to whose `port` clients connect. While `swallows` is set, the server's data are lost."""
+    """A relay. Clients connect to its `port`. While `swallows` is set, the server's data are dropped."""
 
     def __init__(self, server_port: int) -> None:
         self.swallows = False

@@ -1,4 +1,4 @@
-"""The config.json of a tiny model, for tests that compute nothing with it."""
+"""The config.json of a tiny model, for tests that do not compute with it."""
 
 from typing import Any
 

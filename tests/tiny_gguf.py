@@ -12,8 +12,7 @@ Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
 def tiny_tensors(num_layers: int = 2) -> Tensors:
-    """Return random float32 tensors under GGUF's names, as llama.cpp would store them, with tied
-    embeddings."""
+    """Return random float32 tensors with GGUF's names, as llama.cpp would store them. Embeddings are tied."""
     random = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (VOCAB, HIDDEN),
@@ -41,9 +40,9 @@ def write_tiny_gguf(
     encoding: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     **metadata: Any,
 ) -> Path:
-    """Write a model file of 2 layers, and return `path`. `metadata` adds or replaces keys (None: removes);
-    `__` stands for `.`.
+    """Write a model file of 2 layers, and return `path`.
 
+    `metadata` adds or replaces keys, or removes those whose value is None; in its names `__` stands for `.`.
     Matrices are written in `encoding`, for which the writer must have a quantiser.
     """
     fields: dict[str, Any] = {

@@ -69,8 +69,10 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def random_model(class_name: str, config: dict[str, Any]) -> transformers.PreTrainedModel:
-    """Return a float32 model of the config class of transformers with this name, always with the same
-    weights."""
+    """Return a random float32 model of transformers, always with the same weights.
+
+    `class_name` is the name of its config class.
+    """
     sizes = {key: value for key, value in config.items() if (key, value) != ("head_dim", None)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -89,11 +91,10 @@ def random_model(class_name: str, config: dict[str, Any]) -> transformers.PreTra
 def tiny_model(
     family: str, directory: Path | None = None, **changes: float | None
 ) -> transformers.PreTrainedModel:
-    """Return a model of `family` (one of FAMILIES), always with the same weights. `changes` are made to its
-    config.json.
+    """Return a model of `family` (one of FAMILIES), always with the same weights.
 
-    With `directory` the model is written there too, in Hugging Face's form, with safetensors and without
-    tokenizer.
+    `changes` are made to its config.json. With a `directory` the model is also written there, in Hugging
+    Face's form, with safetensors and without a tokenizer.
     """
     class_name, differences = _FAMILIES[family]
     model = random_model(class_name, {**_SIZES, **differences, **changes})

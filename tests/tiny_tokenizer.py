@@ -30,7 +30,7 @@ _CORPUS = (
 
 
 def tiny_backend() -> Tokenizer:
-    """Return the tokenizer itself, without template."""
+    """Return the bare tokenizer, without a chat template."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,5 +1,4 @@
-"""The device of the tests of the GPU's kernels: a GPU if there is one, else the CPU, with Triton's
-interpreter."""
+"""The device of the tests of GPU kernels: a GPU if there is one, else the CPU with Triton's interpreter."""
 
 import numpy as np
 import pytest
@@ -24,4 +23,4 @@ runs_kernels = [
 DTYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""The allowed errors, by dtype, of results of magnitude 1."""
+"""The allowed errors of results of magnitude 1, by dtype."""

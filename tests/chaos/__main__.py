@@ -1,10 +1,11 @@
-"""Let faults happen to a cluster under load, one after the other and sometimes two at once, for a while.
+"""A program that lets faults happen to a cluster under load, one after the other and sometimes two at once.
 
     python -m tests.chaos [--minutes M] [--seed S] [--faults NAME,...] [--longest SECONDS] [--json FILE]
 
 Three hosts (network namespaces, so this needs root) have two conductors, two fronts and four instances of a
-tiny model, with an etcd beside them. Clients ask for known answers all the time. After each fault all has to
-come back: see docs/failures.md. Ends with a table, and with status 1 if something was not as it must be.
+tiny model, with an etcd beside them. Clients send requests with known answers all the time. After each fault
+the whole cluster has to recover: see docs/failures.md. The program prints a table, and ends with status 1 if
+an invariant was violated.
 """
 
 import argparse
@@ -26,11 +27,14 @@ from tests.chaos.network import Unavailable
 from tests.chaos.rounds import Round, chaos
 
 _TWO_AT_ONCE = 0.25
-"""Part of the rounds with two faults."""
+"""The share of rounds with two faults at once."""
 
 
 def draws(rng: random.Random, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the faults of each round: each once before one comes again, and sometimes two at once."""
+    """Yield the faults of each round.
+
+    Each fault comes once before any comes again; sometimes two come at once.
+    """
     while True:
         for name in rng.sample(names, len(names)):
             others = [other for other in names if other != name]
@@ -38,7 +42,7 @@ def draws(rng: random.Random, names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def go(cluster: Cluster, arguments: argparse.Namespace) -> list[Round]:
-    """Go through rounds until the time is over, or a cluster does not come back."""
+    """Run rounds until the time is over, or until the cluster does not recover."""
     rounds: list[Round] = []
     end_s = time.monotonic() + 60 * arguments.minutes
     with chaos(cluster, arguments.seed) as going, contextlib.suppress(KeyboardInterrupt):
@@ -53,7 +57,7 @@ def go(cluster: Cluster, arguments: argparse.Namespace) -> list[Round]:
 
 
 def tell(done: Round, cluster: Cluster) -> None:
-    """Print a line, and what the cluster has said if something is wrong."""
+    """Print a line about a round and, if there were problems, the latest output of all nodes."""
     print(
         f"{done.name}, {done.lasted_s:.0f} s: answered after {done.answered_s:.1f} s, whole after"
         f" {done.whole_s:.1f} s, {dict(done.ends)}",
@@ -68,7 +72,7 @@ def tell(done: Round, cluster: Cluster) -> None:
 
 
 def show(rounds: Sequence[Round]) -> None:
-    """Print the table."""
+    """Print the table of all rounds."""
     by_name: dict[str, list[Round]] = {}
     for one in rounds:
         by_name.setdefault(one.name if "+" not in one.name else "two at once", []).append(one)
@@ -94,7 +98,7 @@ def show(rounds: Sequence[Round]) -> None:
 
 
 def main() -> None:
-    """Run, print, and end with 1 if there are problems."""
+    """Run the rounds, print the table, and exit with 1 if there were problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1000))

@@ -1,7 +1,7 @@
-"""Wrong clocks: the time of day as single processes read it.
+"""Wrong clocks: single processes read a time of day that differs from the machine's.
 
-Owns: the library that a process needs for that, the table of differences. Does not know: whose clock
-is wrong, when.
+Owns: the library that a process needs for that, the table of differences. Does not know: whose clock is
+wrong, when.
 """
 
 import contextlib
@@ -17,10 +17,13 @@ _BYTES = 8
 
 
 class Clocks:
-    """Differences from the right time by process, of those that the fork server forks."""
+    """The differences from the right time, for each process that the fork server forks."""
 
     def __init__(self, folder: Path) -> None:
-        """Compile the library into `folder`, and start the fork server with it. Call this before any fork."""
+        """Compile the library into `folder`, and start the fork server with it.
+
+        To be called before any fork.
+        """
         self._library, self._table = folder / "clocks.so", folder / "clocks"
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", self._library, _SOURCE], check=True)
         num_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
@@ -31,7 +34,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def wrong(self, pid: int, difference_s: int) -> Iterator[None]:
-        """Have the clock of a process jump by some seconds, and back at the end."""
+        """Make a context in which the clock of process `pid` is wrong by `difference_s` seconds."""
         self._write(pid, difference_s)
         try:
             yield

@@ -1,6 +1,6 @@
-"""A cluster on three hosts, each of which can be lost: two conductors, two fronts, four instances; and etcd.
+"""A cluster on three hosts that can each be lost: two conductors, two fronts, four instances; and an etcd.
 
-Owns: which node runs where, restarts of nodes, when all of it is whole and holds nothing. Does not know:
+Owns: which node runs on which host, restarts of nodes, when the cluster is complete and idle. Does not know:
 faults, requests.
 """
 
@@ -43,7 +43,10 @@ NODES = {
     "p1": ("c", "prefill"),
     "d1": ("c", "decode"),
 }
-"""The host and role of each node: without any one host there are still a conductor, a front and a pair."""
+"""The host and the role of each node.
+
+If any one host is lost, there are still a conductor, a front and a pair of instances.
+"""
 CONDUCTORS = ("conductor-a", "conductor-b")
 FRONTS = ("front-a", "front-b")
 INSTANCES = ("p0", "p1", "d0", "d1")
@@ -51,7 +54,7 @@ _PORTS = {"conductor": 8001, "front": 8000}
 
 
 class Cluster:
-    """All nodes by name, and etcd."""
+    """The nodes of the cluster by name, and its etcd."""
 
     def __init__(
         self,
@@ -68,14 +71,14 @@ class Cluster:
         return NODES[node][0]
 
     def disk_of(self, host: str) -> Path:
-        """A small file system that holds what the processes of a host store."""
+        """Return the folder of a small file system, in which the processes of a host store their data."""
         return self.folder / f"disk-{host}"
 
     def fronts_on(self, host: str) -> tuple[str, ...]:
         return tuple(name for name in FRONTS if NODES[name][0] == host)
 
     def leader(self) -> str | None:
-        """The conductor that leads and has a pair, if one does now."""
+        """Return the name of the conductor that leads and has a pair; None if there is none at present."""
         return next((name for name in CONDUCTORS if is_ready(self.nodes[name])), None)
 
     def standby(self) -> str | None:
@@ -84,14 +87,17 @@ class Cluster:
         )
 
     def restart_node(self, name: str) -> None:
-        """Start a node again whose supervisor has been killed, as an init system does."""
+        """Start a node whose supervisor has been killed, as an init system does."""
         node = self.nodes[name]
         node.process.wait(DEADLINE_S)
         node.start()
 
     def wait_until_whole(self) -> str:
-        """Wait until each process runs, one conductor leads and the other one stands by, all instances serve,
-        and both fronts know of it. Returns the leader."""
+        """Wait until the cluster is complete, and return the conductor that leads.
+
+        It is complete when each process runs, one conductor leads and the other is standby, all instances
+        serve, and both fronts are ready.
+        """
         leader = ""
 
         def is_whole() -> bool:
@@ -108,13 +114,16 @@ class Cluster:
         return leader
 
     def has_its_processes(self, name: str) -> bool:
-        """Whether a node's processes run: those that it should have, each once."""
+        """Return whether a node has all of its processes, each once."""
         expected = {name, f"{name}/messenger"} if name in INSTANCES else {NODES[name][1]}
         node = self.nodes[name]
         return node.process.poll() is None and node.children().keys() == expected
 
     def processes(self) -> dict[str, int]:
-        """Ids of all processes but etcd's: `d0`, `d0/messenger`, `front-a`, `supervisor of d0`."""
+        """Return the ids of all processes except etcd's.
+
+        Their names are such as `d0`, `d0/messenger`, `front-a`, `supervisor of d0`.
+        """
         found = {}
         for name, node in self.nodes.items():
             if node.process.poll() is None:
@@ -124,20 +133,23 @@ class Cluster:
         return found
 
     def wait_until_nothing_is_held(self) -> None:
-        """Wait until no request is known anywhere, and no page, lease or grant is held."""
+        """Wait until no request is known in the cluster, and no page, lease or grant is held."""
         leader = self.wait_until_whole()
         wait_until_idle(self.nodes[leader], num_pages=NUM_PAGES, instances=INSTANCES)
         eventually(lambda: not self.orphans(), "no process is left of those that have ended")
 
     def orphans(self) -> set[int]:
-        """Processes on the hosts that do not descend from a supervisor."""
+        """Return the ids of the processes on all hosts that do not descend from a supervisor."""
         supervisors = {node.process.pid for node in self.nodes.values()}
         found = {pid for host, _ in NODES.values() for pid in self.network.hosts[host].pids()}
         return {pid for pid in found if _is_alive(pid) and not supervisors & set(_line_of(pid))}
 
 
 def _line_of(pid: int) -> Iterator[int]:
-    """A process, its parent, and so on; nothing of one that ends meanwhile."""
+    """Yield the ids of a process, of its parent, and so on.
+
+    The line ends early if one of them ends meanwhile.
+    """
     with contextlib.suppress(OSError):
         while pid:
             yield pid
@@ -168,9 +180,9 @@ def _num_serving(conductor: Server) -> int:
 
 @contextlib.contextmanager
 def running(folder: Path, clocks: Clocks | None = None) -> Iterator[Cluster]:
-    """Run a cluster. Within, new threads are in the network of the hub, as clients.
+    """Make a context with a running cluster. New threads in it are in the network of the hub, like clients.
 
-    `clocks`: of the nodes' processes, if they shall be wrong at times. Raises Unavailable.
+    `clocks` are needed if clocks of the nodes' processes shall be wrong at times. Raises Unavailable.
     """
     model = folder / "tiny"
     tiny_model("smollm2", model, max_position_embeddings=2 * LONGEST_TOKENS)
@@ -241,6 +253,6 @@ def _disk(folder: Path) -> Iterator[None]:
 
 
 def signal_process(pid: int, signum: signal.Signals) -> None:
-    """Signal a process, which may have ended."""
+    """Signal a process. A process that has ended is ignored."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)

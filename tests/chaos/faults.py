@@ -1,6 +1,7 @@
-"""Faults that a cluster has to bear, each with what it takes away from clients while it lasts.
+"""Faults that a cluster has to bear, each with the effects that clients must accept.
 
-Owns: what is done to processes, links, disks. Does not know: when, and what must be true afterwards.
+Owns: what is done to processes, links, disks. Does not know: when it is done, and what must be true
+afterwards.
 """
 
 import contextlib
@@ -23,7 +24,11 @@ _JUMPS_S = (-86_400, -3_600, -30, 30, 3_600, 86_400)
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens, for a time if it `lasts`. Clients of `fronts` may lose their connections."""
+    """A fault. `applied` is a context in which it happens.
+
+    If it `lasts`, it goes on until the end of the context; otherwise it happens once. Clients of `fronts` may
+    lose their connections.
+    """
 
     name: str
     applied: contextlib.AbstractContextManager[None]
@@ -35,7 +40,7 @@ Make = Callable[[Cluster, random.Random], Fault]
 
 
 def _victim(cluster: Cluster, rng: random.Random, kind: str) -> str:
-    """The name of a process of this kind, as in `Cluster.processes`."""
+    """Return the name of a process of this kind, as `Cluster.processes` names it."""
     if kind == "leader":
         return cluster.leader() or rng.choice(CONDUCTORS)
     if kind == "standby":
@@ -87,7 +92,7 @@ def _stopped(cluster: Cluster, victim: str) -> Iterator[None]:
 
 
 def _kill_node(cluster: Cluster, rng: random.Random) -> Fault:
-    """The supervisor too, which an init system starts again."""
+    """Kill a node's supervisor, which ends its processes, and start the node again."""
     node = rng.choice(list(NODES))
     return Fault("kill node", _node_killed(cluster, node), lasts=False, fronts=_fronts(node))
 
@@ -165,7 +170,10 @@ def _fill_disk(cluster: Cluster, rng: random.Random) -> Fault:
 
 @contextlib.contextmanager
 def _disk_filled(cluster: Cluster, host: str) -> Iterator[None]:
-    """Take all space, and that of half of the slots too: writes to them fail then, as on a thin volume."""
+    """Make a context in which a host's disk is full, and half of the SSD slots have no space on it.
+
+    Writes to these slots fail then, as on a thin volume.
+    """
     disk = cluster.disk_of(host)
     for slab in disk.glob("*.slab"):
         with slab.open("r+b") as slots:
@@ -197,7 +205,7 @@ def _flip_bits(cluster: Cluster, rng: random.Random) -> Fault:
 
 @contextlib.contextmanager
 def _bits_flipped(cluster: Cluster, instance: str, rng: random.Random) -> Iterator[None]:
-    """In each slot, a bit of the block."""
+    """Flip a bit of the block in each SSD slot of an instance."""
     for slab in cluster.disk_of(cluster.host_of(instance)).glob(f"{instance}*.slab"):
         with slab.open("r+b", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -215,7 +223,7 @@ def _no_memory(cluster: Cluster, rng: random.Random) -> Fault:
 
 @contextlib.contextmanager
 def _memory_limited(cluster: Cluster, victim: str) -> Iterator[None]:
-    """The process may take little more than it has: the kernel ends it if it wants to."""
+    """Make a context in which the kernel kills a process that allocates much more memory than it has."""
     pid = cluster.processes().get(victim)
     group = _CGROUPS / f"chaos-{os.getpid()}"
     group.mkdir()
@@ -261,4 +269,4 @@ FAULTS: dict[str, Make] = {
     "flip bits": _flip_bits,
     **({"no memory": _no_memory} if (_CGROUPS / "memory.limit_in_bytes").exists() else {}),
 }
-"""All faults by name. Each picks its victim by the cluster's state and the seed."""
+"""All faults by name. Each chooses its victim by the cluster's state and the seed."""

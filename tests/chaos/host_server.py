@@ -18,7 +18,7 @@ _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x00020000, 0x1000, 0x4000, 0x400
 
 
 class HostServer(ForkedServer):
-    """A node on a host. Its processes read `hosts_file` as /etc/hosts, if there is one."""
+    """A node on a host. If there is a `hosts_file`, the node's processes read it as /etc/hosts."""
 
     def __init__(
         self, place: Place, *arguments: str, run_dir: Path, port: int, hosts_file: Path | None = None
@@ -38,7 +38,7 @@ class HostServer(ForkedServer):
 def supervise_on(
     network: Path | None, hosts_file: Path | None, arguments: list[str], folder: Path = ROOT
 ) -> None:
-    """Be the supervisor of a node on a host. It is in this process's network without a `network`."""
+    """Run the supervisor of a node in the network namespace `network`; None for this process's namespace."""
     if network is not None:
         enter(network)
     if hosts_file is not None:
@@ -47,7 +47,7 @@ def supervise_on(
 
 
 def use_hosts_file(path: Path) -> None:
-    """Have this process and its children read another file as /etc/hosts, each time that they look."""
+    """Make this process and its children read `path` whenever they read /etc/hosts."""
     libc = ctypes.CDLL(None, use_errno=True)
     private = (b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
     bound = (os.fsencode(path), b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None)

@@ -1,7 +1,7 @@
-"""Clients that ask for known answers all the time, and what becomes of each request.
+"""Clients that send requests with known answers all the time, and the outcome of each request.
 
-Owns: the catalogue of requests with the answers of a quiet cluster, the clients, the outcome of each request.
-Does not know: faults.
+Owns: the catalogue of requests with the answers of an undisturbed cluster, the clients, the outcomes. Does
+not know: faults.
 """
 
 import json
@@ -17,16 +17,16 @@ from typing import Any
 import httpx
 
 LONGEST_REQUEST_S = 150.0
-"""Seconds in which each request ends in one way or another."""
+"""Seconds within which each request must end, in whichever way."""
 _CONNECT_S = 5.0
 _RETRYABLE = (429, 503)
 _MOST_REFUSED_PAUSE_S = 0.5
-"""Seconds for which a refused client waits at most: it is impatient."""
+"""The most seconds for which a refused client waits before its next request."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A request, and the texts and ends of its choices on a quiet cluster."""
+    """A request, and its answer on an undisturbed cluster: text and finish reason of each choice."""
 
     kind: str
     body: dict[str, Any]
@@ -35,23 +35,30 @@ class Known:
 
 @dataclass
 class Outcome:
-    """What became of one request. Times are of the monotonic clock."""
+    """The outcome of one request. Times are in seconds of the monotonic clock."""
 
     front: str
     kind: str
     began_s: float
     ended_s: float = 0.0
     end: str = ""
-    """`completed`, `cancelled` by the client, `refused`, `failed` in its stream, or `cut` without a word."""
+    """The way in which the request ended.
+
+    `completed`; `cancelled` by the client; `refused`; `failed` by an error in its stream; or `cut` without
+    any message.
+    """
     detail: str = ""
     reached: bool | None = None
-    """Whether the front has had it; None if that is unknown."""
+    """Whether the request reached the front; None if that is unknown."""
     wrong: str = ""
-    """What must never happen, if it did."""
+    """The violated invariant; empty if there is none."""
 
 
 def catalogue(ask: "Asking") -> list[Known]:
-    """Return all requests that clients draw from, asked once on a cluster without faults."""
+    """Return all requests that clients draw from, with their answers.
+
+    To be called on a cluster without faults.
+    """
     known = []
     for number in range(2):
         shared = [3 + number, *range(10, 10 + 40 * (number + 1))]
@@ -81,7 +88,7 @@ def catalogue(ask: "Asking") -> list[Known]:
 
 
 def _a_part_of(text: str) -> str:
-    """Three letters from the middle of a text, of which each is whole."""
+    """Return three printable letters from the middle of a text."""
     middle = text[len(text) // 3 :]
     return next(
         middle[at : at + 3]
@@ -91,7 +98,7 @@ def _a_part_of(text: str) -> str:
 
 
 class Asking:
-    """How one request is asked, and its answer read."""
+    """A client's connection to one front."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/v1/completions"
@@ -101,14 +108,17 @@ class Asking:
         self._http.close()
 
     def quietly(self, body: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-        """The answer, which must be one."""
+        """Send a request, and return its answer. Raises AssertionError if it is not completed."""
         outcome = Outcome("", "", time.monotonic())
         answer = self._read({"model": "tiny"} | body, outcome, None)
         assert (outcome.end, outcome.wrong) == ("completed", ""), outcome
         return answer
 
     def ask(self, known: Known, front: str, hang_up_after: int | None) -> Outcome:
-        """Ask, hang up after so many events of a stream or not at all, and compare."""
+        """Send a request, and return its outcome, with the answer compared to the known one.
+
+        The client hangs up after `hang_up_after` events of a stream; None for never.
+        """
         outcome = Outcome(front, known.kind, time.monotonic())
         try:
             answer = self._read(known.body, outcome, hang_up_after)
@@ -188,7 +198,7 @@ def _events(response: httpx.Response) -> Iterator[str]:
 
 
 class Load:
-    """Clients of all fronts. They ask between `resume` and `pause`. Use as a context manager."""
+    """Clients of all fronts, which send requests between `resume` and `pause`. Use as a context manager."""
 
     def __init__(
         self, urls: dict[str, str], known: Sequence[Known], seed: int, num_clients_each: int = 3
@@ -226,13 +236,13 @@ class Load:
             self._changed.notify_all()
 
     def pause(self) -> None:
-        """Wait until each request has ended; no client asks then."""
+        """Stop sending requests, and wait until all requests have ended."""
         with self._changed:
             self._asks = False
         self._wait_for(lambda: self._num_idle == len(self._clients), "all requests have ended")
 
     def wait_for_answers(self, num: int) -> None:
-        """Wait until clients of each front have so many more answers."""
+        """Wait until clients of each front have got `num` more answers."""
         before = self._num_completed()
         self._wait_for(
             lambda: all(self._num_completed()[front] >= before[front] + num for front in self._urls),
@@ -243,7 +253,10 @@ class Load:
         return Counter(outcome.front for outcome in self.outcomes if outcome.end == "completed")
 
     def wait_for_answer_since(self, began_s: float) -> float:
-        """Wait until a request is answered that began after this moment. Returns the seconds from it on."""
+        """Wait until a request is answered that began at or after `began_s`.
+
+        Returns the seconds from then on.
+        """
 
         def first_end_s() -> float | None:
             later = [
@@ -257,7 +270,10 @@ class Load:
         return first_s - began_s
 
     def _wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises AssertionError if that does not come, or a client has ended, which only an error does."""
+        """Wait until `condition` is true.
+
+        Raises AssertionError if it does not come true, or if a client fails.
+        """
 
         def has_ended() -> bool:
             return any(client.done() for client in self._clients)
@@ -269,7 +285,7 @@ class Load:
         assert came, f"never: {what}"
 
     def _may_ask(self) -> bool:
-        """Wait until clients are to ask. Returns whether they still are to."""
+        """Wait until clients are to send requests. Returns False when the load is over."""
         with self._changed:
             self._num_idle += 1
             self._changed.notify_all()

@@ -1,7 +1,8 @@
-"""Hosts of a cluster on this machine: network namespaces on one bridge, whose links fail when told to.
+"""Hosts of a cluster on this machine: network namespaces on one bridge, whose links can fail.
 
-The bridge is in a namespace of its own, the hub, where clients are. Faults are rules of nftables in the hub:
-what a host sends, what it gets, and what goes from one host to another can each be lost, and nobody is told.
+The bridge is in a namespace of its own, the hub, where clients are. Faults are rules of nftables in the hub.
+Packets that a host sends, packets to a host, and packets between two hosts can each be dropped, without any
+error to sender or receiver.
 
 Owns: namespaces, links, rules. Does not know: what runs on the hosts.
 """
@@ -23,7 +24,7 @@ _INNER = "192.168.77."
 
 
 class Unavailable(Exception):
-    """Namespaces or rules cannot be made here; the message is the reason."""
+    """Namespaces or rules cannot be made on this machine. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,43 +41,47 @@ class Place:
 
     @property
     def bracketed(self) -> str:
-        """The address as it stands in a URL."""
+        """The address in the form that URLs need."""
         return f"[{self.address}]" if ":" in self.address else self.address
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Threads and processes that are started within are here."""
+        """Return a context in which new threads and processes are in this namespace."""
         return entered(self.network)
 
     def pids(self) -> set[int]:
-        """Ids of all processes that are here."""
+        """Return the ids of all processes in this namespace."""
         return {int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()}
 
 
 class Network:
-    """All hosts by name, and the hub. A fault lasts as long as its context."""
+    """The hosts by name, and the hub. A fault lasts as long as its context."""
 
     def __init__(self, hub: Place, hosts: dict[str, Place], nft: Callable[..., str]) -> None:
         self.hub, self.hosts, self._nft = hub, hosts, nft
 
     def mute(self, host: str) -> contextlib.AbstractContextManager[None]:
-        """All that the host sends gets lost."""
+        """Return a context in which all packets from a host are dropped."""
         return self._rule("prerouting", f"iifname {_port(host)}", "drop")
 
     def deaf(self, host: str) -> contextlib.AbstractContextManager[None]:
-        """All that is sent to the host gets lost."""
+        """Return a context in which all packets to a host are dropped."""
         return self._rule("postrouting", f"oifname {_port(host)}", "drop")
 
     def one_way(self, sender: str, receiver: str) -> contextlib.AbstractContextManager[None]:
-        """What one host sends to another one gets lost."""
+        """Return a context in which all packets from one host to another are dropped."""
         return self._rule("forward", f"iifname {_port(sender)} oifname {_port(receiver)}", "drop")
 
     def lossy(self, host: str, percent: int) -> contextlib.AbstractContextManager[None]:
-        """A part of the host's packets gets lost."""
+        """Return a context in which `percent` of the packets from a host are dropped."""
         return self._rule("prerouting", f"iifname {_port(host)} numgen random mod 100 < {percent}", "drop")
 
     @contextlib.contextmanager
     def slow(self, host: str, rate: str, longest: str) -> Iterator[None]:
-        """The host's packets wait for their turn at this rate; those that would wait longer get lost."""
+        """Make a context in which packets to a host are limited to a rate.
+
+        `rate` and `longest` are in the form of `tc`. Packets that would wait longer than `longest` are
+        dropped.
+        """
         at = ("dev", _port(host), "root")
         shape = ("tbf", "rate", rate, "burst", "8kb", "latency", longest)
         _run("tc", "-n", self.hub.namespace, "qdisc", "add", *at, *shape)
@@ -87,9 +92,9 @@ class Network:
 
     @contextlib.contextmanager
     def pod_behind(self, host: str) -> Iterator[Place]:
-        """Yield a namespace that others reach at the address of this host alone.
+        """Yield a namespace that other hosts can reach only at the address of this host.
 
-        The host forwards to it all that comes, and what it sends seems to come from the host.
+        The host forwards all packets to it, and its own packets get the address of the host.
         """
         router = self.hosts[host]
         pod = Place("pod", f"{router.namespace}-pod", f"{_INNER}2")
@@ -126,7 +131,7 @@ class Network:
 
 @contextlib.contextmanager
 def hosts(names: tuple[str, ...], prefix: str = "10.88.0.") -> Iterator[Network]:
-    """Make hosts whose addresses are `prefix` and their number, from 1 on. Raises Unavailable."""
+    """Make a context with hosts. Their addresses are `prefix` and a number from 1 on. Raises Unavailable."""
     run = secrets.token_hex(3)
     numbers = {name: number for number, name in enumerate(names, 1)}
     places = {name: Place(name, f"chaos-{run}-{name}", f"{prefix}{numbers[name]}") for name in names}
@@ -166,7 +171,7 @@ def hosts(names: tuple[str, ...], prefix: str = "10.88.0.") -> Iterator[Network]
 
 
 def _port(host: str) -> str:
-    """The bridge's end of a host's link."""
+    """Return the name of the bridge's end of a host's link."""
     return f"to-{host}"
 
 

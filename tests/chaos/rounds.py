@@ -1,4 +1,4 @@
-"""A sequence of faults, and what must be true once the cluster is calm after each of them.
+"""A sequence of faults, and the invariants that must hold when the cluster has recovered from each of them.
 
 Owns: the sequence, the invariants, the records. Does not know: how faults are made.
 """
@@ -18,33 +18,33 @@ from tests.chaos.load import Asking, Load, Outcome, catalogue
 from tests.cluster.tiny_cluster import samples
 
 _ANSWERS_BEFORE = 2
-"""Answers that clients of each front get before a fault."""
+"""The number of answers that clients of each front get before a fault."""
 
 
 @dataclass
 class Round:
-    """One fault, or several at once, and what came of it. `problems` are violated invariants."""
+    """The record of one fault, or of several at once. `problems` are violated invariants."""
 
     name: str
     lasted_s: float
     answered_s: float = 0.0
-    """Seconds from the fault's begin until a request was answered that began later."""
+    """Seconds from the beginning of the fault to the first answer to a request that was sent after it."""
     whole_s: float = 0.0
-    """Seconds from the fault's end until nothing was missing and nothing held."""
+    """Seconds from the end of the fault until the cluster was complete and idle."""
     ends: "Counter[str]" = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     is_over: bool = False
-    """Whether the cluster has not come back."""
+    """Whether the cluster has not recovered."""
 
     @property
     def num_broken(self) -> int:
-        """Requests that their clients have to ask again."""
+        """The number of requests that their clients have to send again."""
         return sum(self.ends[end] for end in ("refused", "failed", "cut"))
 
 
 @dataclass(frozen=True)
 class _FrontCount:
-    """A front's process, and the requests that it has counted."""
+    """The process of a front, and the number of requests that it has counted."""
 
     pid: int
     num_requests: float
@@ -58,12 +58,15 @@ class Chaos:
         self._counts: dict[str, _FrontCount] = {}
 
     def begin(self) -> None:
-        """Wait until the cluster is calm."""
+        """Wait until the cluster is complete and idle."""
         self._calm_down()
         self._counts = self._count()
 
     def go_through(self, names: Sequence[str], longest_s: float) -> Round:
-        """Apply faults at once, for up to so many seconds if they last, and check all invariants then."""
+        """Apply faults at the same time, then check all invariants.
+
+        Faults that last are applied for a random time of at most `longest_s` seconds.
+        """
         first = len(self._load.outcomes)
         faults = [FAULTS[name](self._cluster, self._rng) for name in names]
         hold_s = self._rng.uniform(longest_s / 4, longest_s) if any(fault.lasts for fault in faults) else 0.0
@@ -120,7 +123,7 @@ class Chaos:
 
 
 def _differences(front: str, num_counted: float, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The front has counted each request that it had, once."""
+    """Yield a problem if the front has not counted each request that reached it exactly once."""
     reached = Counter(outcome.reached for outcome in outcomes if outcome.front == front)
     if not reached[True] <= num_counted <= reached[True] + reached[None]:
         came = f"of {reached[True]}, and {reached[None]} that may have come"
@@ -129,7 +132,7 @@ def _differences(front: str, num_counted: float, outcomes: Sequence[Outcome]) ->
 
 @contextlib.contextmanager
 def chaos(cluster: Cluster, seed: int) -> Iterator[Chaos]:
-    """Ask for known answers while the block runs."""
+    """Make a context in which clients send requests with known answers."""
     urls = {front: cluster.nodes[front].url for front in FRONTS}
     with contextlib.closing(Asking(urls[FRONTS[0]])) as asking:
         known = catalogue(asking)

@@ -1,6 +1,6 @@
-"""Where clusters run, a tiny model for them, and a cluster of the default model that no test breaks.
+"""Fixtures for tests of whole clusters, and the order of these tests.
 
-And the order of the tests: the longest files first.
+The files with the longest tests are run first.
 """
 
 import tempfile
@@ -20,25 +20,25 @@ LONGEST = (
     *("upgrades/test_upgrades.py", "test_pipeline.py", "test_moved_modules.py", "test_openai_client.py"),
     *("test_other_clients.py", "test_chaos.py"),
 )
-"""The files that take longest, the longest first. What begins last decides when all have ended."""
+"""The files that take longest, the longest first. The tests that begin last determine the total time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, which run beside one another."""
+    """Move the longest files to the front, so that they run at the same time."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """Where supervisors put their sockets; pytest's own directories are too long for Unix sockets."""
+    """Yield a folder for the sockets of supervisors. pytest's own paths are too long for Unix sockets."""
     with tempfile.TemporaryDirectory(prefix="mc-") as directory:
         yield Path(directory)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tiny model, which is served by the name `tiny`. Nobody changes it."""
+    """Return the directory of a tiny model, which is served by the name `tiny`. Tests must not change it."""
     directory = tmp_path_factory.mktemp("model") / "tiny"
     tiny_model("smollm2", directory)
     write_tiny_tokenizer(directory)
@@ -47,7 +47,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
-    """Each process of tests has one until its end, so it takes little memory: 10,000 tokens, and a pool."""
+    """Yield a server of the default model that no test may break.
+
+    Each test process keeps one until its end, so the server takes little memory.
+    """
     arguments = ["--dtype=float32", "--http-tool-parser=hermes"]
     memory = ["--kvcache-device-bytes=512MiB", "--kvcache-pool-bytes=256MiB"]
     with (

@@ -1,6 +1,6 @@
-"""`mooncake-serve` and all its processes, forked (`tests.forked`): a user's start imports everything anew.
+"""`mooncake-serve` with all its processes forked (`tests.forked`), so that they start in less time.
 
-Owns: how the supervisor forks its children. Does not know: what any of them does.
+Owns: how the supervisor forks its children. Does not know: what the processes do.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ preload("tests.cluster.preloaded")
 def launch(
     supervisor: Callable[[list[str]], None], arguments: list[str], environ: dict[str, str], output: int
 ) -> Forked:
-    """Start a supervisor that writes to a descriptor."""
+    """Start a process that runs `supervisor` and writes its output to the descriptor `output`."""
     with open(os.devnull) as nothing:
         return Forked(
             supervisor, arguments, stdin=nothing.fileno(), stdout=output, stderr=output, environ=environ
@@ -34,14 +34,17 @@ def launch(
 
 
 class ForkedServer(Server):
-    """As `Server`, ready sooner. All processes have one command line: each has a file open of its name."""
+    """A `Server` that starts faster.
+
+    Forked processes all have the same command line, so each has an open file with its name.
+    """
 
     def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
         return launch(self._supervise, arguments, environ, output)
 
     @property
     def _supervise(self) -> Callable[[list[str]], None]:
-        """What the supervisor's process runs."""
+        """The function that the supervisor's process runs."""
         return supervise
 
     def _name_of(self, pid: int) -> str | None:
@@ -55,7 +58,8 @@ class ForkedServer(Server):
 
 
 class ServerOnOtherHost(ForkedServer):
-    """As `ForkedServer`, in a mount namespace of its own: for others it is on another host."""
+    """A `ForkedServer` with a mount namespace of its own, so that other servers take it for one on another
+    host."""
 
     @property
     def _supervise(self) -> Callable[[list[str]], None]:
@@ -70,7 +74,7 @@ def _listed(folder: str) -> list[str]:
 
 
 def supervise(arguments: list[str], folder: Path = ROOT) -> None:
-    """Be the supervisor of a node that is started in a folder."""
+    """Run the supervisor of a node in this process, in the working directory `folder`."""
     os.chdir(folder)
     sys.argv = ["mooncake-serve", *arguments]
     asyncio.create_subprocess_exec = _Child.start  # type: ignore[assignment]
@@ -78,7 +82,7 @@ def supervise(arguments: list[str], folder: Path = ROOT) -> None:
 
 
 def supervise_elsewhere(arguments: list[str]) -> None:
-    """As `supervise`, on a host of its own."""
+    """Run the supervisor of a node in this process, in a mount namespace of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "no mount namespace of its own")
@@ -86,7 +90,7 @@ def supervise_elsewhere(arguments: list[str]) -> None:
 
 
 class _Child:
-    """One process of a supervisor: what that uses of `asyncio.subprocess.Process`."""
+    """One child of a supervisor, with the part of `asyncio.subprocess.Process` that the supervisor uses."""
 
     def __init__(self, process: multiprocessing.Process, stdin: int) -> None:
         self._process = process
@@ -134,7 +138,10 @@ class _Child:
 def _run(
     module: str, name: str, environ: dict[str, str], stdin: int, stdout: int, pass_fds: Sequence[int]
 ) -> None:
-    """As `python -m MODULE NAME` in a session of its own, with nothing of the supervisor's but `pass_fds`."""
+    """Run a module as `python -m MODULE NAME` does, in a session of its own.
+
+    Of the supervisor's descriptors, the process keeps only `pass_fds`.
+    """
     signal.set_wakeup_fd(-1)
     for signum, handler in (
         (signal.SIGTERM, signal.SIG_DFL),

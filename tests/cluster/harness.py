@@ -1,4 +1,4 @@
-"""Starts the real `mooncake-serve` as a user would and gives its tests a grip on every process."""
+"""A harness that starts the real `mooncake-serve` as a user would, and finds each of its processes."""
 
 import os
 import re
@@ -18,9 +18,12 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
-"""Asks servers, each time by a connection of its own. Making a client takes 20 ms: it reads certificates."""
+"""A client that uses a new connection for each request.
+
+All tests share it, because making a client takes 20 ms to read certificates.
+"""
 STOP_DEADLINE_S = 5.0
-"""of a process that has what `Server.stop` measures of the machine"""
+"""The most seconds that `Server.stop` may return."""
 
 
 class Server:
@@ -29,7 +32,10 @@ class Server:
     def __init__(
         self, *arguments: str, run_dir: Path, port: int | None = None, until: str = "^ready in"
     ) -> None:
-        """`with` waits until a line matches `until`."""
+        """Prepare a server.
+
+        On entering the context, it is started, and a line is awaited that matches `until`.
+        """
         self._until = until
         self.port = port or free_port()
         self.run_dir = run_dir
@@ -42,7 +48,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> "Server":
-        """Start without waiting until it is ready."""
+        """Start the server, without waiting until it is ready."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("MOONCAKE_")}
         environ |= {
             "XDG_RUNTIME_DIR": str(self.run_dir),
@@ -72,7 +78,7 @@ class Server:
             self._new_line.notify_all()
 
     def wait_for_line(self, pattern: str, count: int = 1, deadline_s: float = DEADLINE_S) -> str:
-        """Wait until `count` lines match; the last of them."""
+        """Wait until `count` lines of output match `pattern`, and return the last of them."""
 
         with self._new_line:
             self._new_line.wait_for(
@@ -83,21 +89,21 @@ class Server:
         return found[-1]
 
     def num_lines(self, pattern: str) -> int:
-        """So far."""
+        """Return the number of lines so far that match `pattern`."""
         return len(self._matches(pattern))
 
     def _matches(self, pattern: str) -> list[str]:
         return [line for line in self.lines if re.search(pattern, line)]
 
     def children(self) -> dict[str, int]:
-        """Ids of the processes that run, by their names: `conductor`, `prefill-0`, `prefill-0/messenger`."""
+        """Return the ids of running processes by name: `conductor`, `prefill-0`, `prefill-0/messenger`."""
         parent = self.process.pid
         pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         named = ((self._name_of(int(pid)), int(pid)) for pid in pids)
         return {name: pid for name, pid in named if name is not None}
 
     def pid_of(self, name: str) -> int:
-        """Id of the process of this name, once there is one."""
+        """Wait until the process `name` runs, and return its id."""
         found: dict[str, int] = {}
 
         def runs() -> bool:
@@ -108,7 +114,7 @@ class Server:
         return found[name]
 
     def _name_of(self, pid: int) -> str | None:
-        """The name of a `python -m MODULE NAME`; None if that has ended, or is about to begin."""
+        """Return the NAME of a process `python -m MODULE NAME`; None if it has ended or not begun."""
         try:
             arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         except OSError:
@@ -116,10 +122,10 @@ class Server:
         return arguments[3] if len(arguments) > 3 and arguments[2].endswith(".service") else None
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> float:
-        """End it; seconds that it took. The exit code is in `process.returncode`.
+        """End the server, and return the seconds that it took. The exit code is in `process.returncode`.
 
-        The seconds are those for which a thread that computes all the while has had a core: on a busy machine
-        the processes that end have no more of it either.
+        Only seconds count in which this thread had a core: on a busy machine the processes that end get as
+        little processor time as this thread.
         """
         started_s, end_s = time.thread_time(), time.monotonic() + DEADLINE_S
         self.process.send_signal(signum)
@@ -149,7 +155,7 @@ class Server:
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll for a state that another process reaches and does not announce."""
+    """Poll until `condition` is true, for a state that another process reaches without a message."""
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"

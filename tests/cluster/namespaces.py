@@ -16,11 +16,11 @@ LINKS = ("link0", "link1")
 
 
 class Unavailable(Exception):
-    """Namespaces cannot be made here; the message is the reason."""
+    """Namespaces cannot be made on this machine. The message is the reason."""
 
 
 class Host:
-    """A namespace with an end of each link."""
+    """A host: a namespace with one end of each link."""
 
     def __init__(self, namespace: str, number: int) -> None:
         self.namespace = namespace
@@ -28,11 +28,11 @@ class Host:
         self.addresses = [f"10.77.{link}.{number}" for link in range(len(LINKS))]
 
     def set_link(self, link: str, *, up: bool) -> None:
-        """Cuts a link in a way that the kernel of this host knows of, or restores it."""
+        """Cut a link so that the kernel of this host notices it, or restore it."""
         _ip("-n", self.namespace, "link", "set", link, "up" if up else "down")
 
     def set_silent(self, link: str, *, silent: bool) -> None:
-        """What leaves over `link` gets lost, and nobody is told. Raises Unavailable."""
+        """Drop all packets that leave over `link`, without any error, or stop that. Raises Unavailable."""
         change = ["add", "root", "blackhole"] if silent else ["del", "root"]
         command = ["tc", "-n", self.namespace, "qdisc", change[0], "dev", link, *change[1:]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -40,17 +40,17 @@ class Host:
             raise Unavailable(f"tc cannot make a link silent: {done.stderr.strip()}")
 
     def sent_bytes(self) -> dict[str, int]:
-        """What has left over each link."""
+        """Return the bytes that have left over each link."""
         shown = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show"))
         return {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in shown if link["ifname"] in LINKS}
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Processes that are started within are on this host."""
+        """Return a context in which new processes are on this host."""
         return entered(self.network)
 
 
 class HostNode(Node):
-    """A messenger on a host, reached at all of its addresses."""
+    """A messenger on a host, with all of the host's addresses."""
 
     def __init__(self, folder: Path, name: str, num_pages: int, host: Host) -> None:
         super().__init__(folder, name, num_pages * SEGMENT_PAGE_BYTES + 3 * 4096, "tcp")
@@ -64,7 +64,7 @@ class HostNode(Node):
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Raises Unavailable. Nothing is left behind."""
+    """Make a context with two hosts, which are removed at the end. Raises Unavailable."""
     run = secrets.token_hex(4)
     hosts = Host(f"mooncake-{run}-a", 1), Host(f"mooncake-{run}-b", 2)
     with contextlib.ExitStack() as made:

@@ -1,4 +1,4 @@
-"""What the processes of a cluster import, at their start and with their model: they are forked with it."""
+"""The modules that processes of a cluster import. They are imported once, before the processes are forked."""
 
 import gc
 

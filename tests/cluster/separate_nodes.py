@@ -17,15 +17,15 @@ from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 INSTANCES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
-"""Roles by name."""
+"""The instances with their roles."""
 _POOL_MIB, _PAGE_BYTES = 128, 8 * 4 * 1 * 2 * 16 * 4
 
 
 class SeparateNodes:
-    """Starts nodes, which end with `stack`. The model and the cluster's key are in `folder`."""
+    """A starter of nodes, which end with `stack`. The model and the cluster key are in `folder`."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, *flags: str) -> None:
-        """`flags` are of all nodes."""
+        """Write the model and the cluster key. All nodes get `flags`."""
         model, key = folder / "tiny", folder / "key"
         tiny_model("smollm2", model, max_position_embeddings=2 * MOST_TOKENS)
         write_tiny_tokenizer(model)
@@ -48,5 +48,5 @@ class SeparateNodes:
 
 
 def wait_until_instances_idle(conductor: Server) -> None:
-    """Wait until no instance holds anything."""
+    """Wait until no instance has a request, or pages or leases for one."""
     wait_until_idle(conductor, num_pages=(_POOL_MIB << 20) // _PAGE_BYTES, instances=tuple(INSTANCES))

@@ -1,6 +1,7 @@
-"""`mooncake-serve` with workers whose passes take as long as a larger model's (`benchmarks.overload.slowed`).
+"""`mooncake-serve` with workers that are slowed down (`benchmarks.overload.slowed`).
 
-So instances are in a pass all the time, and leave the cores of the machine to others.
+Their passes take as long as those of a larger model. So instances are in a pass all the time, and leave the
+cores of the machine to other processes.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from tests.cluster.forked import ForkedServer, supervise
 
 
 class SlowedServer(ForkedServer):
-    """As `ForkedServer`, with slowed workers."""
+    """A `ForkedServer` with slowed workers."""
 
     @property
     def _supervise(self) -> Callable[[list[str]], None]:

@@ -9,7 +9,7 @@ from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import complete, streaming
 
 MOST_TOKENS = 8000
-"""More than are decoded in any of these tests."""
+"""More tokens than any of these tests waits for."""
 PROMPTS = [[3 + index, *range(10, 40 + 10 * index)] for index in range(4)]
 
 
@@ -17,7 +17,7 @@ class Streams:
     """Clients that read long answers to all prompts, and hang up in the end. Use as a context manager."""
 
     _quiet: ClassVar[list[list[int]]] = [[] for _ in PROMPTS]
-    """Beginnings of the answers where nothing happens: those of one model, whatever serves it."""
+    """The beginnings of the answers of an undisturbed cluster. All clusters have the same model."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -25,7 +25,7 @@ class Streams:
         self._num_events = [0] * len(PROMPTS)
 
     def __enter__(self) -> "Streams":
-        """Return when each has its first tokens."""
+        """Start all clients, and return when each has its first tokens."""
         self._threads = ThreadPoolExecutor(len(PROMPTS))
         self._clients = [self._threads.submit(self._read, index) for index in range(len(PROMPTS))]
         self.wait_for_more()
@@ -48,7 +48,7 @@ class Streams:
         raise AssertionError("the answer has ended")
 
     def wait_for_more(self) -> None:
-        """Wait until each has got further tokens."""
+        """Wait until each client has got further tokens."""
         before = list(self._num_events)
 
         def have_more() -> bool:
@@ -60,7 +60,7 @@ class Streams:
         eventually(have_more, "each stream gets more tokens")
 
     def check(self) -> None:
-        """Hang up, and compare with the answers where nothing happens."""
+        """Hang up, and compare the answers with those of an undisturbed cluster."""
         self._is_enough.set()
         read = [client.result() for client in self._clients]
         with ThreadPoolExecutor(len(PROMPTS)) as threads:
@@ -69,7 +69,10 @@ class Streams:
             assert token_ids == quiet[: len(token_ids)]
 
     def _learn(self, index: int, num_tokens: int) -> None:
-        """Ask for an answer if a shorter one is known. It takes as long as the streams took together."""
+        """Get the undisturbed answer again if the known one has fewer than `num_tokens` tokens.
+
+        This takes as long as all streams took together.
+        """
         if num_tokens > len(self._quiet[index]):
             prompt = PROMPTS[index]
             quiet = complete(self._server, prompt=prompt, num_tokens=num_tokens, return_token_ids=True)

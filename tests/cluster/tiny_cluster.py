@@ -1,4 +1,4 @@
-"""Clusters of a tiny model: how they are started, what clients ask of them, what is seen from outside."""
+"""Clusters of a tiny model: how tests start them, send requests, and read what they show of themselves."""
 
 import contextlib
 import json
@@ -20,11 +20,17 @@ from tests.cluster.harness import HTTP, Server, eventually
 from tests.deadline import DEADLINE_S
 
 ONE_THREAD = "--worker-num-threads=1"
-"""Flag of all nodes of a tiny model: each would have torch use all cores, and threads that wait for those of
-other nodes make iterations ten times as long on a busy machine."""
+"""The flag of all nodes of a tiny model for a single thread.
+
+Otherwise torch would use all cores in each node, and threads that wait for those of other nodes would make
+iterations ten times as long on a busy machine.
+"""
 SMALL = ("--kvcache-block-size=8", "--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB", ONE_THREAD)
 NUM_PAGES = (8 << 20) // (8 * 4 * 1 * 2 * 16 * 4)
-"""Device pages of an instance: 8 MiB of blocks of 8 tokens x 4 layers x 1 head x (K, V) x 16 x 4 bytes."""
+"""The number of device pages of an instance.
+
+It has 8 MiB, for blocks of 8 tokens x 4 layers x 1 head x (K, V) x 16 x 4 bytes.
+"""
 PROMPT = list(range(3, 80))
 NUM_TOKENS = 300
 
@@ -36,7 +42,7 @@ def tiny_server(
     until: str = "^ready in",
     kind: type[ForkedServer] = ForkedServer,
 ) -> ForkedServer:
-    """A server of `model` in float32 with small pools, unless `arguments` say otherwise."""
+    """Return a server of `model` in float32 with small pools. `arguments` can override this."""
     return kind(f"--model={model}", *SMALL, *arguments, run_dir=run_dir, until=until)
 
 
@@ -61,7 +67,11 @@ def post(
     path: str = "/v1/completions",
     **options: Any,
 ) -> httpx.Response:
-    """An answer that is late although no `timeout` is wanted comes with the state of the cluster."""
+    """Send a request, and return the response.
+
+    Without a `timeout` the test's deadline counts. If the response misses it, the error has the state of the
+    cluster.
+    """
     url = f"{server.url}{path}"
     try:
         return HTTP.post(url, json=content, timeout=timeout or DEADLINE_S, **options)
@@ -72,7 +82,7 @@ def post(
 
 
 def _what_it_says(server: Server) -> str:
-    """What the server shows of itself, and all that it has printed."""
+    """Return the server's state, as its dashboard shows it, and all of its output."""
     try:
         state = json.dumps(HTTP.get(f"{server.url}/dashboard/state", timeout=5).json(), indent=1)
     except (httpx.HTTPError, ValueError) as error:
@@ -81,7 +91,7 @@ def _what_it_says(server: Server) -> str:
 
 
 def complete(server: Server, **fields: object) -> dict[str, Any]:
-    """The answer, which is no error, to a `body` of these fields."""
+    """Send a completion request of these fields (`body`), and return the answer. Its status must be 200."""
     answer = post(server, body(**fields))  # type: ignore[arg-type]
     assert answer.status_code == 200, answer.text
     content: dict[str, Any] = answer.json()
@@ -89,10 +99,10 @@ def complete(server: Server, **fields: object) -> dict[str, Any]:
 
 
 def keep_asking(server: Server, over: threading.Event, expected: str, **fields: object) -> int:
-    """Ask for a `body` of these fields until it is over, and at least until there is an answer.
+    """Send a completion request of these fields again and again, until `over` is set and there was an answer.
 
-    Every answer has the expected text; where there is none for the moment, the client comes back when it is
-    told to. Returns the number of answers.
+    Every answer must have the expected text. After a 503 the client waits for `Retry-After`. Returns the
+    number of answers.
     """
     num_answers = 0
     while not (over.is_set() and num_answers):
@@ -117,7 +127,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def streaming(server: Server, **fields: object) -> Iterator[Iterator[str]]:
-    """The data of a streamed answer's events, while it is being given."""
+    """Make a context with an iterator over the events of a streamed answer, as they arrive."""
     content = body(stream=True, **fields)  # type: ignore[arg-type]
     with HTTP.stream("POST", f"{server.url}/v1/completions", json=content, timeout=DEADLINE_S) as response:
         assert response.status_code == 200, response.read()
@@ -125,7 +135,7 @@ def streaming(server: Server, **fields: object) -> Iterator[Iterator[str]]:
 
 
 def text_in(event: str) -> str:
-    """The text in one event of a stream; none in its end."""
+    """Return the text in one event of a stream; empty for the last event."""
     choices = [] if event == "[DONE]" else httpx.Response(200, text=event).json()["choices"]
     return "".join(choice["text"] for choice in choices)
 
@@ -141,7 +151,7 @@ def is_ready(server: Server) -> bool:
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
-    """A counter or gauge; 0 before it was reported."""
+    """Return the value of a counter or gauge; 0 if it was not reported yet."""
     text = HTTP.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     lines = "".join(line for line in text.splitlines(keepends=True) if line.startswith(name))
     found = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
@@ -149,14 +159,14 @@ def metric(server: Server, name: str, **labels: str) -> float:
 
 
 def samples(server: Server, *names: str) -> list[dict[str, float]]:
-    """Samples of each metric, by labels, all of one moment."""
+    """Return for each metric the values of its samples by their labels, all from one scrape."""
     text = HTTP.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     found = [re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE) for name in names]
     return [{labels: float(value) for labels, value in of_metric} for of_metric in found]
 
 
 TRANSFERS = "--conductor-inlining=false"
-"""Flag of servers whose tests are about pairs: an idle decode instance would compute prompts itself."""
+"""The flag for tests of pairs. Without it an idle decode instance would compute prompts itself."""
 PAIR = ("prefill-0", "decode-0")
 """The instances of a cluster that is started with no other flags."""
 
@@ -164,8 +174,10 @@ PAIR = ("prefill-0", "decode-0")
 def wait_until_idle(
     server: Server, num_stages: int = 1, num_pages: int = NUM_PAGES, instances: Sequence[str] = PAIR
 ) -> None:
-    """No request is known anywhere, all device pages are free again, and no page of a pool is in use. A stage
-    has more, smaller pages; only the first instance may have several."""
+    """Wait until no request is known in the cluster, all device pages are free, and no pool page is in use.
+
+    A stage has more, smaller pages; only the first instance may have several stages.
+    """
     expected = dict.fromkeys((f'instance="{name}"' for name in instances), num_pages)
     expected[f'instance="{instances[0]}"'] = num_stages * num_pages
     num_pools = num_stages + len(instances) - 1
@@ -199,9 +211,10 @@ def kill_at_random(
     hang_ups: float = 0.0,
     instances: Sequence[str] = PAIR,
 ) -> None:
-    """Kill workers and messengers at random moments, while clients ask for all prompts again and again.
+    """Kill workers and messengers at random moments, while clients send all prompts again and again.
 
-    What is answered is right, and nothing stays held. Clients hang up at once in this part of all requests.
+    All answers must be right, and nothing may stay held. Clients hang up at once in the share `hang_ups` of
+    all requests.
     """
     rng, over = random.Random(num_kills), threading.Event()
     expected = [text_of(complete(server, prompt=prompt, num_tokens=num_tokens)) for prompt in prompts]

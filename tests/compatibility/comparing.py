@@ -7,13 +7,13 @@ from tests.compatibility.schema import Schema, Type
 
 
 class Unknown(NamedTuple):
-    """Something that is written, and that the reader does not know: `Struct`, `Struct.field` or a value."""
+    """A name that is written and that the reader does not know: `Struct`, `Struct.field` or a value."""
 
     name: str
 
 
 class Misread(NamedTuple):
-    """Something that the reader cannot read, or takes for something else."""
+    """A place that the reader cannot read, or reads with another meaning."""
 
     where: str
     reason: str
@@ -23,7 +23,7 @@ Difference = Unknown | Misread
 
 
 def differences(writer: Schema, reader: Schema, link: str) -> Iterator[Difference]:
-    """What the reader makes of a link's messages other than what the writer means."""
+    """Yield the differences between what is written on a link and what is read."""
     yield from _Comparison(writer, reader).of(writer.links[link], reader.links[link], link)
 
 
@@ -43,7 +43,7 @@ class _Comparison:
                 yield from min(map(list, found), key=len)
 
     def _may_be(self, written: Type, read: Type) -> bool:
-        """Whether a value of the one kind may be one of the other."""
+        """Return whether a value of type `written` can be read as type `read`."""
         if written[0] == read[0] == "struct":
             return self._writer.structs[written[1]].tag == self._reader.structs[read[1]].tag
         return (written[0], read[0]) in _SAME_KIND or written[0] == read[0]
@@ -102,7 +102,7 @@ _SAME_KIND = {("int", "float"), ("one of", "str")}
 
 
 def _is_within(written: list[int | None], read: list[int | None]) -> bool:
-    """Whether the bounds of what is written are within those of what is read."""
+    """Return whether the bounds of written values are within the bounds of read values."""
     (least, most), (least_read, most_read) = written, read
     return (least_read is None or (least is not None and least >= least_read)) and (
         most_read is None or (most is not None and most <= most_read)

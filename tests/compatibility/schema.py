@@ -1,7 +1,7 @@
 """The form of all messages between nodes, as JSON.
 
-`.venv/bin/python -m tests.compatibility.schema` records it in `last_release.json`, with HEAD's commit. To be
-run after a release, while HEAD is what was released; `NEW` of `test_messages` is emptied then.
+`.venv/bin/python -m tests.compatibility.schema` records it in `last_release.json`, with HEAD's commit. This
+is done after a release, while HEAD is the released commit; then `NEW` of `test_messages` is emptied.
 """
 
 import subprocess
@@ -47,23 +47,23 @@ PROTOCOLS: dict[str, tuple[Versions, dict[str, Any]]] = {
         },
     ),
 }
-"""For each protocol between nodes: the versions that this tree speaks, and the messages of each link."""
+"""The protocols between nodes: the versions that this tree speaks, and the messages of each link."""
 WITHIN_INSTANCE = {"follower to leader": FromFollower, "leader to follower": FromLeader}
-"""Links of stages and ranks of one instance, which have one version, that of "cluster"."""
+"""Links between stages or ranks of one instance. Their version is that of "cluster"."""
 
 Type = list[Any]
-"""A type: its kind, then what belongs to it. `["struct", name]`: the form is in `Schema.structs`."""
+"""A type: its kind, then the parts of the kind. For `["struct", name]` the form is in `Schema.structs`."""
 
 
 class Field(msgspec.Struct, frozen=True, array_like=True):
     name: str
     type: Type
     default: list[Any]
-    """The default; empty if the field is required."""
+    """A list with the default; empty if the field is required."""
 
 
 class Form(msgspec.Struct, frozen=True):
-    """The form of a struct. In an array fields have no names, only places."""
+    """The form of a struct. If it is an array, its fields are known by their positions, not by names."""
 
     tag: str | None
     is_array: bool
@@ -73,17 +73,17 @@ class Form(msgspec.Struct, frozen=True):
 
 class Schema(msgspec.Struct, frozen=True):
     commit: str
-    """The commit of which this is the schema."""
+    """The commit whose messages have this schema."""
     versions: dict[str, int]
     """The newest version of each protocol."""
     links: dict[str, Type]
     structs: dict[str, Form]
     values: dict[str, str]
-    """Names and checksums of some blocks, and the fingerprint of a model."""
+    """The keys and checksums of example blocks, and the fingerprint of a model."""
 
 
 def schema_of(commit: str) -> Schema:
-    """The schema of this tree."""
+    """Return the schema of this tree."""
     structs: dict[str, Form] = {}
     links = {name: type_ for _, of_one in PROTOCOLS.values() for name, type_ in of_one.items()}
     links |= WITHIN_INSTANCE
@@ -166,7 +166,7 @@ def _values() -> dict[str, str]:
 
 
 def recorded() -> Schema:
-    """The schema of the last release."""
+    """Return the schema of the last release."""
     return msgspec.json.decode(RECORD.read_bytes(), type=Schema)
 
 
@@ -179,7 +179,7 @@ def _one_line_each(entries: dict[str, Any]) -> str:
 
 
 def save(schema: Schema) -> None:
-    """Write it with a line for each struct, so that a change of it can be read."""
+    """Write a schema to its file, with a line for each struct, so that differences can be read."""
     parts = [
         f' "commit": "{schema.commit}"',
         *(

@@ -60,7 +60,10 @@ def request(request_id: str = "r", num_tokens: int = 9) -> Request:
 
 
 def told_to_front(effects: list[Effect]) -> list[tuple[int, int, int]]:
-    """The prefill and decode instances, and the blocks of a sequence, in each state of the cluster."""
+    """Return the states of the cluster that the front was told.
+
+    Each is the number of prefill instances, of decode instances, and of the blocks that a sequence can have.
+    """
     states = [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
     return [(state.num_prefill, state.num_decode, state.max_sequence_blocks) for state in states]
 
@@ -113,7 +116,7 @@ B0 = peer_identity("b0", 1)
 
 
 def coupled_conductor(limits: Limits | None = None) -> Conductor:
-    """A Conductor with one instance that has both roles."""
+    """Return a Conductor with one instance that has both roles."""
     conductor = Conductor(EPOCH, "model", limits or Limits())
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
     conductor.handle(B0, registration("b0", Role.BOTH), 0.0)
@@ -131,7 +134,10 @@ def two_decode_instances(limits: Limits | None = None) -> Conductor:
 
 
 def move_at_the_second_try(hear: Callable[[bytes, Any, float], object]) -> None:
-    """A request at "d0" is refused by "d1" from 3 to 4 s, moves there from 5 to 9 s, and ends at 10 s."""
+    """Report a request whose first migration fails and whose second one succeeds.
+
+    The request at "d0" is refused by "d1" from 3 to 4 s, moves there from 5 to 9 s, and ends at 10 s.
+    """
     hear(D0, Reserved(ref(), GRANT), 1.0)
     hear(P0, Prefilled(ref(), 1, 0), 2.0)
     hear(FRONT, Migrate(1, "r", "d1"), 3.0)
@@ -145,7 +151,10 @@ def move_at_the_second_try(hear: Callable[[bytes, Any, float], object]) -> None:
 
 
 def rejections_when_time_passes(conductor: Conductor, *moments_s: float) -> list[tuple[float, Rejected]]:
-    """Each with the moment at which it comes. The front and the instances are alive all the time."""
+    """Return the rejections that come as time passes, each with its moment.
+
+    The front and the instances send a heartbeat at each of `moments_s`.
+    """
     rejections = []
     for now_s in moments_s:
         conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), now_s)

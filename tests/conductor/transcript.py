@@ -104,12 +104,12 @@ from mooncake.messages.workers import (
 FRONT = b"front#1"
 PAGES = 1000
 _ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
-"""Roles by the first letter of an instance's name."""
+"""The role that belongs to the first letter of an instance's name."""
 SEPARATOR = "----"
 
 
 class Transcript:
-    """One Conductor, from the first `cluster` on."""
+    """One Conductor, from the command `cluster` on."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -119,21 +119,21 @@ class Transcript:
         self._max_batch = 256
         self._submitted: dict[str, Request] = {}
         self._refs: dict[str, Ref] = {}
-        """The attempts that requests had under earlier Conductors."""
+        """The attempts that requests had under earlier Conductors, by request id."""
 
     @property
     def stats(self) -> DecisionStats:
-        """Counts of all decisions."""
+        """The counts of all decisions."""
         return self.conductor.stats
 
     def instance(self, name: str) -> Instance:
-        """A registered instance."""
+        """Return a registered instance."""
         instance = self.conductor.instances.get(name)
         assert instance is not None
         return instance
 
     def run(self, line: str) -> list[str]:
-        """The lines that one command gives."""
+        """Carry out one command, and return the lines that it results in."""
         name, *words = line.split()
         positional = [word for word in words if "=" not in word]
         options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -270,7 +270,7 @@ class Transcript:
         return []
 
     def _do_caches(self, name: str, num_blocks: str, prompt: str = "a") -> list[str]:
-        """The engine of an instance has blocks in its own prefix cache."""
+        """Report that the engine of an instance has blocks in its own prefix cache."""
         self.conductor.prefixes.apply(name, [KVStored(Tier.DEVICE, _keys(prompt, int(num_blocks)))])
         return []
 
@@ -565,7 +565,7 @@ def _keys(prompt: str, num_blocks: int) -> list[bytes]:
 
 
 def replay(path: Path) -> str:
-    """The file as it would be with what happens now."""
+    """Carry out a transcript's commands, and return the file's text with the present results."""
     transcript = Transcript()
     entries = []
     for entry in path.read_text().strip().split("\n\n"):

@@ -1,4 +1,4 @@
-"""A sender that says exactly what a test wants, when it wants, on a blocking socket."""
+"""A sender whose messages a test writes by hand, on a blocking socket."""
 
 import contextlib
 import secrets
@@ -22,7 +22,7 @@ IDENTITY = Identity("hand-made", 1, "elsewhere", FINGERPRINT, LAYOUT)
 
 
 class HandMadeSender:
-    """One lane after its handshake. Over TCP unless it has a segment."""
+    """One lane after its handshake: over shared memory if there is a segment, else over TCP."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class HandMadeSender:
         self.send(Open(1, grant.grant_id, "by hand"))
 
     def send(self, message: Message, payload: bytes = b"", payload_bytes: int | None = None) -> None:
-        """The frame may announce more bytes than follow."""
+        """Send a frame. It may announce more bytes (`payload_bytes`) than follow."""
         announced = len(payload) if payload_bytes is None else payload_bytes
         self.sock.sendall(encode_frame(message, announced) + payload)
 
@@ -69,7 +69,7 @@ class HandMadeSender:
         self.send(Write(1, grant.grant_id, [entry], heads), payload)
 
     def receive(self) -> Message:
-        """The next frame; its payload is left on the stream. Raises ConnectionError at the end."""
+        """Return the next message, and leave its payload on the stream. Raises ConnectionError at the end."""
         header = self.sock.recv(8, socket.MSG_WAITALL)
         if len(header) < 8:
             raise ConnectionResetError("the receiver has hung up")
@@ -81,7 +81,7 @@ class HandMadeSender:
         self.sock.close()
 
     def is_dropped(self) -> bool:
-        """Reads until the receiver hangs up."""
+        """Read until the receiver hangs up, and return True."""
         with contextlib.suppress(ConnectionResetError):
             while self.sock.recv(4096):
                 pass
@@ -91,7 +91,7 @@ class HandMadeSender:
 def entry_for(
     grant: Grant, key: BlockKey, *, layer: int = 0, generation: int = 0
 ) -> tuple[WriteEntry, bytes]:
-    """One layer of the first page of `grant`, and its bytes."""
+    """Return an entry for one layer of the first page of `grant`, and the layer's bytes."""
     data = block_bytes(key, layer)
     page = grant.pages[0]
     checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
@@ -99,7 +99,7 @@ def entry_for(
 
 
 def part_for(grant: Grant, key: BlockKey, heads: range, *, layer: int = 0) -> tuple[WriteEntry, bytes]:
-    """Some heads of one layer of the first page of `grant`, and their bytes."""
+    """Return an entry for some heads of one layer of the first page of `grant`, and their bytes."""
     entry, data = entry_for(grant, key, layer=layer)
     data = data[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
     checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(data))

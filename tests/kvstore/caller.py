@@ -1,4 +1,4 @@
-"""A client of a messenger that makes one call after the other, on a blocking socket."""
+"""A client of a messenger that makes one call at a time, on a blocking socket."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ _DECODER = msgspec.msgpack.Decoder(answers.FromPool)
 
 
 class Caller:
-    """Connected, unless it is not to; formats a pool that is new. Every wait has a deadline."""
+    """A client. If it `connects`, it formats a new pool. Every wait has a deadline."""
 
     address: MessengerAddress
 
@@ -38,7 +38,7 @@ class Caller:
         self._sock.sendall(packet)
 
     def receive(self) -> answers.FromPool | None:
-        """None at the end."""
+        """Return the next answer; None when the connection has ended."""
         packet, fds, _, _ = socket.recv_fds(self._sock, calls.MAX_MESSAGE_BYTES, 1)
         for fd in fds:
             os.close(fd)
@@ -50,7 +50,7 @@ class Caller:
 
 
 def _connect(socket_path: str) -> socket.socket:
-    """Waits until the messenger listens."""
+    """Return a connection, once the messenger listens."""
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Messenger processes for the tests of this folder."""
+"""A fixture that starts messenger processes for the tests of this folder."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,10 @@ from tests.native import compiled as compiled
 
 @pytest.fixture
 def start_node(tmp_path: Path) -> Iterator[StartNode]:
-    """Starts a messenger: `start_node(name, num_pages=..., transport=...)`; all are ended with the test."""
+    """Yield a function that starts a messenger: `start_node(name, num_pages=..., transport=...)`.
+
+    All messengers are ended with the test.
+    """
     with contextlib.ExitStack() as nodes:
 
         def start(name: str, *, num_pages: int = 16, transport: TransportChoice = "auto") -> Node:

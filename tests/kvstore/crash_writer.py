@@ -1,9 +1,9 @@
-"""A client that stores, reads, leases and removes blocks at random, to be killed or stopped at any moment.
+"""A client that stores, reads, leases and removes blocks at random. Tests kill or stop it at any moment.
 
     python -m tests.kvstore.crash_writer SOCKET SEED
 
-A block's bytes follow from its key, so whoever finds it knows what it must be. Each line on stdout names
-what is begun or has been acknowledged, before anything else is done; `fault ...` is what must never happen.
+A block's bytes follow from its key, so every reader can check them. Each line on stdout names an action that
+begins or that was acknowledged, before the next action begins; `fault ...` reports a violated invariant.
 Commands on stdin: `own KEY...` (blocks of a predecessor), `go`, `pause`, and `stop`: to stop this process in
 the middle of the next block that it writes.
 """
@@ -32,12 +32,12 @@ MOST_OWNED = 90
 MOST_AT_ONCE = 4
 MOST_LEASED = 2
 PATIENCE_S = 30.0
-"""for a messenger that is being restarted"""
+"""Seconds for which a call is repeated while the messenger is being restarted."""
 Answer = TypeVar("Answer")
 
 
 def block_of(key: BlockKey) -> bytes:
-    """What is stored under `key`."""
+    """Return the bytes that are stored under `key`."""
     return np.random.default_rng(int.from_bytes(key, "little")).bytes(LAYOUT.block_bytes)
 
 
@@ -46,7 +46,7 @@ def names(keys: Sequence[BlockKey]) -> str:
 
 
 class CrashWriter:
-    """`owned`: what this client stored and nobody else removes."""
+    """The client. `owned` are the keys that it has stored and that no other client removes."""
 
     def __init__(self, socket_path: str, seed: str) -> None:
         self.random = random.Random(seed)
@@ -105,7 +105,7 @@ class CrashWriter:
             tell(f"fault lost {names(missing)}")
 
     def read_any(self) -> None:
-        """Blocks of others may be removed meanwhile."""
+        """Read blocks of any client. Other clients may remove them meanwhile."""
         everything = insist(lambda: [info.key for _, info in self.pool.list_blocks()])
         if everything:
             self.read(self.random.choices(everything, k=MOST_AT_ONCE))
@@ -120,7 +120,10 @@ class CrashWriter:
         return is_there
 
     def hold(self) -> None:
-        """A lease stays while other things are done. If its messenger was killed, `verify` must notice."""
+        """Keep a lease while other actions run.
+
+        If the messenger is killed meanwhile, `verify` must notice it.
+        """
         if self.lease is None:
             keys = self.some_own(MOST_LEASED)
             self.lease = (insist(lambda: self.pool.lease(keys)), keys)
@@ -147,7 +150,7 @@ class CrashWriter:
 
 
 def insist(act: Callable[[], Answer]) -> Answer:
-    """Acts again while nobody answers."""
+    """Call `act` again and again until the messenger answers."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -159,7 +162,10 @@ def insist(act: Callable[[], Answer]) -> Answer:
 
 
 def copy_and_stop(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
-    """As `checksums.copy_layers`, once, with a stop in the middle; all of it is written late."""
+    """Copy layers as `checksums.copy_layers` does, and stop this process in the middle, once.
+
+    When the process is continued, the rest is written late.
+    """
     mapped.copy_layers = checksums.copy_layers
     half = len(target) // 2
     target[:half] = source[:half]
@@ -168,7 +174,7 @@ def copy_and_stop(source: memoryview, target: memoryview, layer_bytes: int) -> b
 
 
 class Lines:
-    """Lines from a pipe."""
+    """An iterator over the lines from a pipe."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -181,7 +187,7 @@ class Lines:
         return b"\n" in self._rest or bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def read(self) -> str:
-        """Raises EOFError."""
+        """Return the next line. Raises EOFError."""
         while b"\n" not in self._rest:
             data = os.read(self._fd, 1 << 16)
             if not data:

@@ -1,6 +1,6 @@
-"""Messenger processes, forked (`tests.forked`).
+"""Messenger processes that are forked (`tests.forked`).
 
-Owns: what is a messenger's alone. Does not know: what its configuration says.
+Owns: what only messengers need. Does not know: what their configuration says.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ preload("tests.kvstore.preloaded")
 
 
 class ForkedMessenger(Forked):
-    """As `python -m kvstore.server.service` with this process's environment, stdout and stderr.
+    """A process like `python -m kvstore.server.service`, with this process's environment, stdout and stderr.
 
-    `network`: the namespace that it is in, if that is another one.
+    `network` is the network namespace of the process; None for that of this process.
     """
 
     def __init__(self, config: MessengerProcess, network: Path | None) -> None:
@@ -33,7 +33,7 @@ class ForkedMessenger(Forked):
         self._stdin.write(config.model_dump_json().encode() + b"\n")
 
     def hang_up(self) -> None:
-        """Closes its stdin, which ends it."""
+        """Close the messenger's stdin, which ends it."""
         self._stdin.close()
 
     def close(self) -> None:
@@ -53,7 +53,10 @@ def _serve(network: Path | None, segment_fd: int) -> None:
 
 @contextlib.contextmanager
 def entered(network: Path) -> Iterator[None]:
-    """Threads and processes that are started within are in that namespace; not those of `tests.forked`."""
+    """Make a context in which new threads and processes are in a network namespace.
+
+    Processes of `tests.forked` are not in it.
+    """
     start_fork_server()
     with open("/proc/self/ns/net") as home:
         enter(network)
@@ -64,7 +67,7 @@ def entered(network: Path) -> Iterator[None]:
 
 
 def enter(network: Path) -> None:
-    """This thread is in that namespace from now on, and processes that it starts."""
+    """Move this thread, and processes that it starts later, to a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(network) as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):

@@ -1,8 +1,8 @@
-"""OutgoingSessions of one messenger that know the cluster's key and say what nobody should.
+"""Fuzzers of a messenger that know the cluster key and send frames that no correct peer sends.
 
-A conversation is a generator: it yields while the messenger works on what it was sent, so that several are
-under way at a time. Frames that can be read go out in flights, each ended by a frame that must be answered;
-those that end the connection come last.
+A conversation is a generator. It yields while the messenger works on the frames, so that several
+conversations run at a time. Frames that can be decoded are sent in flights. Each flight ends with a frame
+that must be answered. Frames that end the connection are sent last.
 """
 
 import contextlib
@@ -54,16 +54,16 @@ _LAYER_BYTES, _HEAD_BYTES = LAYOUT.layer_bytes, LAYOUT.head_bytes
 
 @dataclass
 class Target:
-    """What the fuzzers know of the messenger. `source` are the only bytes that they send as payload."""
+    """The facts that the fuzzers know of the messenger. All payloads that they send are parts of `source`."""
 
     address: MessengerAddress
     socket_path: str
     keys: Sequence[BlockKey]
-    """of blocks that are sealed"""
+    """Keys of sealed blocks."""
     source: bytes
     source_fd: int
     grants: list[Grant] = field(default_factory=list)
-    """open now, or until a while ago"""
+    """Grants that are open, or that were open until a short time ago."""
 
     @staticmethod
     def make(address: MessengerAddress, socket_path: str, keys: Sequence[BlockKey]) -> "Target":
@@ -74,7 +74,10 @@ class Target:
 
     @functools.cached_property
     def layers(self) -> dict[bytes, bytes]:
-        """Every layer that may ever arrive, by its checksum: its heads may come from anywhere."""
+        """All contents that a layer can have, by checksum.
+
+        Any head of `source` may be written as any other.
+        """
         pieces = [self.source[at : at + _HEAD_BYTES] for at in range(0, len(self.source), _HEAD_BYTES)]
         layers = map(b"".join, itertools.product(pieces, repeat=LAYOUT.num_kv_heads))
         return {checksums_of(layer): layer for layer in layers}
@@ -88,7 +91,7 @@ def checksums_of(data: bytes, layer_bytes: int = _LAYER_BYTES) -> bytes:
 
 @contextlib.contextmanager
 def may_be_hung_up_on() -> Iterator[None]:
-    """The messenger may end the connection at any time, but not be silent."""
+    """Make a context in which the messenger may end the connection, but must not be silent."""
     try:
         yield
     except TimeoutError:
@@ -98,15 +101,15 @@ def may_be_hung_up_on() -> Iterator[None]:
 
 
 class Sent(NamedTuple):
-    """A frame under way."""
+    """A frame in flight."""
 
     is_acknowledged: bool
-    """if it is read"""
+    """Whether the frame is acknowledged if it is read."""
     is_mutated: bool
 
 
 class Wire:
-    """A connection to a messenger's TCP port or its socket for other messengers."""
+    """A connection to a messenger's TCP port, or to its socket for messengers of this host."""
 
     def __init__(self, target: Target, *, is_local: bool) -> None:
         self.sock = _connect(target, is_local=is_local)
@@ -114,7 +117,7 @@ class Wire:
         self._received = bytearray()
 
     def next(self) -> Message:
-        """The next answer. Raises ConnectionError at the end."""
+        """Return the next answer. Raises ConnectionError at the end."""
         while True:
             if len(self._received) >= HEADER.size:
                 meta_bytes, payload_bytes = HEADER.unpack_from(self._received)
@@ -129,7 +132,7 @@ class Wire:
             self._received += piece
 
     def greet(self, session: bytes, lane: int, segment_bytes: int | None) -> Introduction:
-        """Says hello. Returns what is to be said next."""
+        """Send a hello, and return the introduction to send next."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.sock.sendall(encode_frame(Hello(SPOKEN.newest, nonce)))
         challenge = self.next()
@@ -139,7 +142,7 @@ class Wire:
 
 
 class Lane(Wire):
-    """A connection after its handshake. Counts what has been answered."""
+    """A connection after its handshake, which counts the answers."""
 
     def __init__(self, target: Target, session: bytes, number: int, *, is_local: bool) -> None:
         super().__init__(target, is_local=is_local)
@@ -148,7 +151,7 @@ class Lane(Wire):
         self.num_fetches = 0
         self._num_acks = 0
         self._flight: list[Sent] = []
-        """since the last `landed`"""
+        """The frames that were sent since the last `landed`."""
         introduction = self.greet(session, number, len(target.source) if is_local else None)
         with self._closing():
             fds = [target.source_fd] if is_local else []
@@ -161,9 +164,9 @@ class Lane(Wire):
                 self.sock.sendall(data)
 
     def landed(self) -> int:
-        """Reads until everything is acknowledged or the connection is at its end.
+        """Read until everything is acknowledged, or until the connection ends.
 
-        Returns how many mutated frames have been read by the messenger, at least.
+        Returns the number of mutated frames that the messenger has certainly read.
         """
         wanted = sum(frame.is_acknowledged for frame in self._flight)
         while self.is_open and self._num_acks < wanted:
@@ -181,7 +184,10 @@ class Lane(Wire):
         return num_mutated
 
     def ended(self) -> int:
-        """As `landed`, when nothing more will be sent."""
+        """Send no more, and read until the connection ends.
+
+        Returns the number of mutated frames as `landed` does.
+        """
         if self.is_open:
             with self._closing():
                 self.sock.shutdown(socket.SHUT_WR)
@@ -206,11 +212,11 @@ class Lane(Wire):
 
 
 class PeerFuzzer:
-    """A sender that has a grant of its own, knows others, and has one to three lanes."""
+    """A sender with a grant of its own, which also knows other grants. It has one to three lanes."""
 
     def __init__(self, random: Random, target: Target, grant: Grant | None) -> None:
         self.num_frames = 0
-        """mutated ones that the messenger has certainly read"""
+        """The number of mutated frames that the messenger has certainly read."""
         self._random = random
         self._mutator = Mutator(random)
         self._target = target
@@ -240,7 +246,7 @@ class PeerFuzzer:
                 self.num_frames += lane.ended()
 
     def _fly(self, lane: Lane, leftovers: list[bytes]) -> None:
-        """Frames with wrong values that are frames nevertheless, and a last one that is answered."""
+        """Send frames with wrong values that can be decoded, and then a frame that is answered."""
         out, frames = [], []
         for _ in range(self._random.randrange(1, FLIGHT_FRAMES)):
             message, payload = self._frame(lane)
@@ -256,7 +262,7 @@ class PeerFuzzer:
         lane.send(b"".join(out) + encode_frame(Probe()), [*frames, Sent(True, False)])
 
     def _crash(self, lane: Lane, leftovers: list[bytes]) -> None:
-        """Frames of which each may end the connection, in any order."""
+        """Send frames that may each end the connection, in random order."""
         frames = []
         for _ in range(self._random.randrange(1, 5)):
             message, payload = self._frame(lane)
@@ -266,7 +272,10 @@ class PeerFuzzer:
         lane.send(b"".join(frames), [Sent(False, True)] * len(frames))
 
     def _frame(self, lane: Lane) -> tuple[Message, bytes]:
-        """One that can be read: only its order may be wrong, or what it means."""
+        """Return a message that can be decoded, and its payload.
+
+        Only its order or its meaning may be wrong.
+        """
         random = self._random
         kind, grant = random.random(), self._grant()
         transfer_id = grant.grant_id & 0xFF if random.random() < 0.99 else random.randrange(4)
@@ -317,7 +326,10 @@ class PeerFuzzer:
         return Write(transfer_id, grant.grant_id, entries, heads), b"" if is_local else payload
 
     def _heads(self) -> tuple[int, int] | None:
-        """The part of each layer that a frame is about: two in three times all of it, seldom what is none."""
+        """Return the heads of each layer that a frame has; None for all, two times out of three.
+
+        A few ranges are outside of the layer.
+        """
         random = self._random
         if random.random() < 0.65:
             return None
@@ -342,7 +354,7 @@ class PeerFuzzer:
 
 
 class Stranger:
-    """Somebody at the door who does not get in, or should not have come."""
+    """An unauthenticated peer that is refused, or that sends wrong frames in the handshake."""
 
     def __init__(self, random: Random, target: Target) -> None:
         self.num_frames = 0

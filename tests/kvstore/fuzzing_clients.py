@@ -1,4 +1,4 @@
-"""Clients and workers of a messenger's own host that say what nobody should: see `fuzzing`."""
+"""Fuzzers that send wrong calls to a messenger as clients and workers of its own host (see `fuzzing`)."""
 
 import select
 import socket
@@ -20,7 +20,7 @@ _FROM_POOL = msgspec.msgpack.Decoder(answers.FromPool)
 
 
 class ClientFuzzer:
-    """A client or worker on the messenger's own host."""
+    """A fuzzer that connects as a client or worker on the messenger's own host."""
 
     def __init__(self, random: Random, target: Target) -> None:
         self.num_frames = 0
@@ -28,7 +28,7 @@ class ClientFuzzer:
         self._mutator = Mutator(random)
         self._target = target
         self._call_ids: dict[int, int] = {}
-        """where in the flight a call is that was not changed in its id"""
+        """The positions in the flight of calls whose ids were not mutated, by id."""
         self._reservation_id = 1
         self._lease_id = 1
 
@@ -67,7 +67,7 @@ class ClientFuzzer:
                 pass
 
     def _flight(self, leftovers: list[bytes]) -> tuple[list[bytes], int]:
-        """Packets that can be read, the last of which is answered; and its call's id."""
+        """Return packets that can be decoded, the last of which is answered, and the last call's id."""
         packets: list[bytes] = []
         self._call_ids.clear()
         for _ in range(self._random.randrange(1, FLIGHT_FRAMES)):
@@ -87,7 +87,7 @@ class ClientFuzzer:
         return [*packets, msgspec.msgpack.encode(calls.Lookup(last_id, []))], last_id
 
     def _send(self, sock: socket.socket, packets: list[bytes]) -> None:
-        """Reads answers whenever the messenger stops to read because of them."""
+        """Send packets. Answers are read whenever the messenger does not read because of unread answers."""
         for packet in packets:
             deadline_s = time.monotonic() + DEADLINE_S
             while True:
@@ -101,7 +101,7 @@ class ClientFuzzer:
                         self._take(sock)
 
     def _land(self, sock: socket.socket, last_id: int, num_mutated: int) -> bool:
-        """Reads answers up to the last call's. Whether the session goes on."""
+        """Read answers up to the last call's. Returns whether the session goes on."""
         num_read = 0
         try:
             while True:
@@ -162,7 +162,7 @@ class ClientFuzzer:
         return random.choice(choices)
 
     def _bogus_grant(self) -> Grant:
-        """Of nobody, so that no connection to its address lasts."""
+        """Return a grant of no messenger, so that no connection to its address lasts."""
         random = self._random
         places = (*self._target.address.tcp_endpoints, ("127.0.0.1", 1), ("127.0.0.1", -1), ("", 70000))
         path = random.choice((self._target.address.unix_path, "", "\0", "/" + "x" * 200, "/dev/null"))
@@ -179,7 +179,7 @@ def _decoded(packet: bytes) -> calls.ToPool | None:
 
 
 def _leaves_this_host(message: calls.ToPool | None) -> bool:
-    """Tests look no name up and send nothing to other hosts."""
+    """Return whether a message would make the messenger send to other hosts or look up names."""
     if not isinstance(message, calls.StartSend):
         return False
     return any(host not in ("127.0.0.1", "") for host, _ in message.grant.messenger.tcp_endpoints)

@@ -1,4 +1,4 @@
-"""A pool that others fetch blocks from over TCP, and that does what a test tells it to half-way."""
+"""A fake pool from which messengers fetch blocks over TCP. A test tells it to fail half-way."""
 
 import contextlib
 import secrets
@@ -24,25 +24,29 @@ NUM_PIECES = 6
 
 
 class Answer(Enum):
-    """To one request for layers of blocks."""
+    """The ways to answer a request for layers of blocks."""
 
     SERVE = auto()
     EVICTED = auto()
-    """without the last of the blocks"""
+    """Answer without the last of the blocks."""
     DAMAGED = auto()
-    """with a wrong byte in the last of them"""
+    """Answer with a wrong byte in the last block."""
     HANG = auto()
-    """never"""
+    """Never answer."""
     IN_PIECES = auto()
-    """all of them, in so many pieces as `NUM_PIECES`, each after a `pause`"""
+    """Answer with all blocks, in `NUM_PIECES` pieces, each after a `pause`."""
     DIE = auto()
-    """every connection ends, there are no new ones, and no request is answered any more: not one that the
-    messenger sends again over a connection that has not ended yet"""
+    """End every connection, accept no new ones, and answer no further request.
+
+    Requests on a connection that has not ended yet are not answered either.
+    """
 
 
 class HandMadeHolder:
-    """Holds `blocks`. `decide(layer_begin)` and `pause()` are called in a thread of each connection, and may
-    block."""
+    """A fake pool that holds `blocks`.
+
+    `decide(layer_begin)` and `pause()` are called in a thread of each connection, and may block.
+    """
 
     def __init__(
         self,
@@ -148,7 +152,7 @@ def _frame(message: Message, payload: bytes) -> bytes:
 
 
 def _receive(sock: socket.socket) -> Message:
-    """The next message. Raises OSError at the end."""
+    """Return the next message. Raises OSError at the end."""
     header = sock.recv(_HEADER.size, socket.MSG_WAITALL)
     if len(header) < _HEADER.size:
         raise ConnectionResetError("the messenger has hung up")

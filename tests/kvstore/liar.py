@@ -1,4 +1,4 @@
-"""A receiver that knows the cluster's key and answers what nobody should."""
+"""A receiver that knows the cluster key and sends wrong answers."""
 
 import contextlib
 import secrets
@@ -32,7 +32,7 @@ _PATIENCE_S = 0.02
 
 
 class Liar:
-    """Listens at `address`. `meet` takes the connections of one session and ruins them."""
+    """A receiver at `address`. `meet` accepts the connections of one session and ruins them."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ class Liar:
         self._listener.close()
 
     def meet(self, random: Random, num_lanes: int) -> int:
-        """Returns how many mutated frames were sent."""
+        """Accept a session, and send wrong answers. Returns how many mutated frames were sent."""
         num_frames = 0
         with contextlib.ExitStack() as lanes:
             socks = []
@@ -61,7 +61,7 @@ class Liar:
         return num_frames
 
     def _greet(self, sock: socket.socket, random: Random, mutator: Mutator) -> int:
-        """One in ten answers is mutated."""
+        """Carry out a handshake, in which one in ten answers is mutated."""
         hello = _receive(sock)
         assert isinstance(hello, Hello)
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -74,7 +74,7 @@ class Liar:
         return num_frames + _send(sock, Welcome(identity), mutator if random.random() < 0.1 else None)
 
     def _answer(self, sock: socket.socket, random: Random, mutator: Mutator) -> int:
-        """To whatever was asked, or not."""
+        """Send random answers, without regard to the requests."""
         num_frames = 0
         if random.random() < 0.5:  # to be asked something, which may happen on another lane only
             sock.settimeout(_PATIENCE_S)
@@ -95,7 +95,7 @@ class Liar:
 
 
 def _send(sock: socket.socket, message: Message, mutator: Mutator | None) -> int:
-    """Mutated if there is a mutator. Returns the number of mutated frames."""
+    """Send a message, mutated if there is a mutator. Returns the number of mutated frames."""
     meta = msgspec.msgpack.encode(message) if mutator is None else mutator.fields(message)
     sock.sendall(HEADER.pack(len(meta), 0) + meta)
     return mutator is not None

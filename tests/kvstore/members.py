@@ -42,20 +42,20 @@ _NUM_PAGES = 8
 def block_of(
     key: BlockKey, whole: KVLayout = WHOLE
 ) -> "np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]":
-    """What a model would compute: bytes by layer and head."""
+    """Return the bytes of a block by layer and head, as a model would compute them."""
     shape = whole.num_layers, whole.num_kv_heads, whole.head_bytes
     data = np.random.default_rng(int.from_bytes(key, "little")).bytes(whole.block_bytes)
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
 def shard_of(key: BlockKey, shard: KVLayout, whole: KVLayout = WHOLE) -> bytes:
-    """The bytes of one member's shard of the block."""
+    """Return the bytes of one member's shard of a block."""
     layers, heads = shard.layers, shard.heads
     return block_of(key, whole)[layers.start : layers.stop, heads.start : heads.stop].tobytes()
 
 
 def split(whole: KVLayout, layer_cuts: Sequence[int], head_cuts: Sequence[int]) -> list[KVLayout]:
-    """The shards of a group: its layers are cut there, and in each stage its heads."""
+    """Return the shards of a group. Layers are cut into stages at `layer_cuts`, heads at `head_cuts`."""
     layers = [0, *layer_cuts, whole.num_layers]
     heads = [0, *head_cuts, whole.num_kv_heads]
     return [
@@ -66,7 +66,7 @@ def split(whole: KVLayout, layer_cuts: Sequence[int], head_cuts: Sequence[int]) 
 
 
 class Member:
-    """One pool and its messenger. `key`s stand for the blocks that `block_of` makes."""
+    """One member: a pool and its messenger. The block of a `key` is that of `block_of`."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Member:
         return self.pool.reserve(OWNER, keys, 0)
 
     def write(self, reservation: PageReservation, layers: range) -> None:
-        """These layers of this shard of all blocks are computed."""
+        """Write these layers of this member's shard of all reserved blocks, as if they were computed."""
         for block in reservation.blocks:
             assert block.key is not None
             view = self.segment.layers_view(block.page, layers)
@@ -154,7 +154,7 @@ class Member:
             )
 
     def store(self, keys: Sequence[BlockKey]) -> None:
-        """Its shards of these blocks are there and sealed."""
+        """Store and seal this member's shards of blocks."""
         reservation = self.reserve(keys)
         self.write(reservation, range(self.layout.num_layers))
         self.pool.release(reservation.reservation_id)
@@ -164,7 +164,7 @@ class Member:
         return send, self.tasks.create_task(send.run())
 
     async def fetch(self, keys: Sequence[BlockKey], sources: Sequence[PoolShard]) -> list[tuple[int, int]]:
-        """What is heard while they come."""
+        """Fetch blocks, and return the reports of arrived layers."""
         reservation, heard = self.reserve(keys), list[tuple[int, int]]()
         fetch = BlockFetch(
             self.pool,
@@ -179,13 +179,13 @@ class Member:
         return heard
 
     def damage(self, key: BlockKey, layer: int, offset: int) -> None:
-        """A byte of a layer of a block that is there is another one."""
+        """Change a byte of a stored layer of a block."""
         page = self.pool.find(key)
         assert page is not None
         self.segment.layer_view(page, layer)[offset] ^= 1
 
     def assert_holds(self, keys: Sequence[BlockKey]) -> None:
-        """Sealed, the bytes of the model, and checksums that fit them."""
+        """Check that blocks are sealed, with the right bytes and matching checksums."""
         for key in keys:
             page = self.pool.find(key)
             assert page is not None
@@ -196,7 +196,10 @@ class Member:
             assert self.segment.is_intact(page, layers, checksums)
 
     async def assert_idle(self) -> None:
-        """No page is in use; others may have to say first that they have read theirs."""
+        """Check that no page is in use.
+
+        Waits for peers that have yet to say that they have read their pages.
+        """
         async with asyncio.timeout(DEADLINE_S):
             while self.pool.num_used_pages:
                 await asyncio.sleep(0.001)
@@ -226,7 +229,10 @@ async def members(
     whole: KVLayout = WHOLE,
     num_proxies: int = 0,
 ) -> AsyncIterator[list[list[Member]]]:
-    """The groups, by name. `cards`: of each member in turn. At the end nothing is in use."""
+    """Make a context with groups of members. At its end no page may be in use.
+
+    `layouts` has the shards of each group; `cards` has the RDMA cards of each member in turn.
+    """
     groups: list[list[Member]] = []
     left, ready, leave = iter(cards), asyncio.Event(), asyncio.Event()
 
@@ -266,4 +272,4 @@ async def members(
 
 
 class _Over(Exception):
-    """Ends a task group."""
+    """An error that ends a task group on purpose."""

@@ -1,4 +1,4 @@
-"""Seeded changes of messages and of bytes."""
+"""Random changes of messages and of bytes, by seed."""
 
 import copy
 import math
@@ -20,13 +20,13 @@ HEADER = struct.Struct("<II")
 
 
 class Mutator:
-    """Equal seeds make equal changes."""
+    """A source of random changes. With equal seeds they are equal."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
     def fields(self, message: msgspec.Struct) -> bytes:
-        """`message` in msgpack, one to three of its values replaced, left out, doubled or blown up."""
+        """Return `message` in msgpack, with one to three values replaced, left out, doubled or made huge."""
         tree = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
         for _ in range(self._random.choice((1, 1, 1, 2, 3))):
             if tree:
@@ -37,7 +37,7 @@ class Mutator:
             return self.fields(message)
 
     def frame(self, meta: bytes, payload: bytes) -> bytes:
-        """A frame whose lengths, meta or payload are damaged, or that is cut or doubled."""
+        """Return a frame with damaged lengths, meta or payload, or a frame that is cut or doubled."""
         random = self._random
         match random.randrange(8):
             case 0 | 1:
@@ -57,19 +57,19 @@ class Mutator:
                 return HEADER.pack(len(payload), len(meta)) + payload + meta
 
     def flipped(self, data: bytes) -> bytes:
-        """Some bits are others."""
+        """Return the bytes with some bits flipped."""
         damaged = bytearray(data)
         for _ in range(self._random.choice((1, 1, 2, 8)) if data else 0):
             damaged[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
         return bytes(damaged)
 
     def _length(self, num_bytes: int) -> int:
-        """A length that is not the right one."""
+        """Return a wrong length."""
         choices = (0, num_bytes - 1, num_bytes + 1, 2 * num_bytes, 1 << 20, (1 << 20) + 1, 2**31, 2**32 - 1)
         return max(0, self._random.choice(choices))
 
     def _place(self, tree: Any) -> tuple[Any, Any]:
-        """A container in `tree`, and an index or key of it; seldom the message's own tag."""
+        """Return a container in `tree`, and an index or key of it; seldom that of the message's own tag."""
         random = self._random
         while True:
             places = list(range(len(tree)) if isinstance(tree, list) else tree)
@@ -95,7 +95,7 @@ class Mutator:
             container["unknown"] = container[place]
 
     def _extreme(self, value: Any) -> Any:
-        """Another value of the same type."""
+        """Return another value of the same type."""
         random = self._random
         match value:
             case bool():

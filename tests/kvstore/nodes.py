@@ -1,4 +1,4 @@
-"""Real messenger processes on memfds, and helpers that behave like their workers."""
+"""Real messenger processes on memfds, and helper functions that behave like their workers."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ SEGMENT_PAGE_BYTES = LAYOUT.block_bytes + 4096
 
 
 class Node:
-    """One instance's messenger process and the memory that outlives it."""
+    """One instance's messenger process, and the memory that outlives the process."""
 
     def __init__(self, folder: Path, name: str, segment_bytes: int, transport: TransportChoice) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class Node:
         self.segment_fd = os.memfd_create(name)
         os.posix_fallocate(self.segment_fd, 0, segment_bytes)
         self.network: Path | None = None
-        """the namespace, if it is not that of the tests"""
+        """The network namespace of the messenger; None for that of the tests."""
         self.process: ForkedMessenger | None = None
 
     @property
@@ -54,7 +54,7 @@ class Node:
         return MessengerConfig(transport=self.transport, ack_timeout_s=self.ack_timeout_s)
 
     def start(self) -> None:
-        """Starts a messenger in its next incarnation, on the same memory."""
+        """Start a messenger in its next incarnation, on the same memory."""
         self.incarnation += 1
         config = MessengerProcess(
             cluster_key=self.cluster_key,
@@ -103,7 +103,7 @@ class Node:
 
 
 class StartNode(Protocol):
-    """The fixture `start_node`."""
+    """The type of the fixture `start_node`."""
 
     def __call__(self, name: str, *, num_pages: int = 16, transport: TransportChoice = "auto") -> Node: ...
 
@@ -114,7 +114,7 @@ def prompt_keys(num_blocks: int, first_token: int = 0) -> list[BlockKey]:
 
 
 def block_bytes(key: BlockKey | None, layer: int, heads: range = LAYOUT.heads) -> bytes:
-    """What a model would compute for this layer of this block, or for some of its heads."""
+    """Return the bytes of one layer of a block, or of some of its heads, as a model would compute them."""
     seed = int.from_bytes(key or b"private", "little") + layer
     data = np.random.default_rng(seed).bytes(LAYOUT.layer_bytes)
     return data[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
@@ -123,7 +123,7 @@ def block_bytes(key: BlockKey | None, layer: int, heads: range = LAYOUT.heads) -
 async def write_layers(
     client: WorkerClient, reservation: Reservation, keys: Sequence[BlockKey | None], layers: range
 ) -> None:
-    """Writes and commits `layers` (of this segment) of every block that is not sealed, as a prefill does."""
+    """Write and commit `layers` (of this segment) of every block that is not sealed, as a prefill does."""
     pages, checksums = [], []
     first_layer, heads = client.segment.layout.first_layer, client.segment.layout.heads
     for key, block in zip(keys, reservation.blocks, strict=True):
@@ -149,13 +149,13 @@ def open_descriptors(pid: int) -> int:
 
 
 def unused(stats: PoolStats) -> bool:
-    """No page is in use, and none is lost."""
+    """Return whether no page is in use, and none is lost."""
     assert stats.integrity is None
     return stats.num_used == stats.num_reserved == stats.num_quarantined == stats.num_reservations == 0
 
 
 async def until(client: WorkerClient, condition: Callable[[PoolStats], bool]) -> PoolStats:
-    """The messenger's first statistics that fulfil `condition`."""
+    """Poll the messenger, and return its first counters that fulfil `condition`."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             stats = await client.stats(check_integrity=True)

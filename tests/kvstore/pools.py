@@ -1,4 +1,4 @@
-"""Real messengers for the tests of those who use pools from outside: clients, the TCP door, the CLI."""
+"""Real messengers for the tests of pool clients: in this process's host, over TCP, and by the CLI."""
 
 import contextlib
 import random
@@ -23,7 +23,7 @@ from tests.ports import free_port
 
 
 class Pool(Node):
-    """A messenger that also listens for clients on TCP. It has a layout as soon as it is `ready`."""
+    """A messenger that also listens for clients on TCP. It has a layout once `ready` has returned."""
 
     def __init__(
         self, folder: Path, name: str, num_pages: int, layout: KVLayout, num_ssd_blocks: int = 0
@@ -44,7 +44,7 @@ class Pool(Node):
         self.tcp = f"tcp://127.0.0.1:{port}"
 
     def ready(self) -> "Pool":
-        """Waits until the messenger serves, by both doors, and has this layout."""
+        """Wait until the messenger serves, on both its sockets, and has this layout."""
         for address in (self.unix, self.tcp):
             with contextlib.closing(self.client(address)):
                 pass
@@ -60,7 +60,7 @@ class Pool(Node):
         )
 
     def damage(self, key: BlockKey, layer: int) -> None:
-        """Flips a byte of a stored block behind everybody's back."""
+        """Flip a byte of a stored block, without the messenger's knowledge."""
         segment = Segment.open(self.segment_fd)
         assert segment is not None
         table = segment.page_table()
@@ -69,7 +69,7 @@ class Pool(Node):
 
 
 class Pools:
-    """Starts pools in a folder; all are ended with this context manager."""
+    """A starter of pools in a folder. They end with this context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class Pools:
 
 
 def key_file_in(folder: Path) -> Path:
-    """The file with the key of every messenger of these tests."""
+    """Return the file with the cluster key of all messengers of these tests."""
     path = folder / "cluster.key"
     if not path.exists():
         CLUSTER_KEY.save(path)
@@ -101,7 +101,7 @@ def key_file_in(folder: Path) -> Path:
 
 
 def connected(*addresses: str, **options: object) -> KVCachePool:
-    """A client, as soon as the pool answers."""
+    """Return a client, once the pool answers."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -113,7 +113,7 @@ def connected(*addresses: str, **options: object) -> KVCachePool:
 
 
 def wait_until_listening(address: str) -> None:
-    """Returns when connections are accepted at a `unix:` or `tcp://` address. A messenger opens TCP last."""
+    """Wait until connections are accepted at a `unix:` or `tcp://` address. A messenger opens TCP last."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -126,7 +126,7 @@ def wait_until_listening(address: str) -> None:
 
 
 def _connect(address: str) -> None:
-    """Open a connection and close it again. Raises OSError if nobody accepts connections at `address`."""
+    """Open a connection and close it again. Raises OSError if no process accepts connections at `address`."""
     if address.startswith("unix:"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(address.removeprefix("unix:"))
@@ -136,7 +136,7 @@ def _connect(address: str) -> None:
 
 
 def until(client: KVCachePool, condition: Callable[[PoolStats], bool]) -> PoolStats:
-    """The statistics of the only pool, as soon as they fulfil `condition`."""
+    """Poll the only pool of a client, and return its first counters that fulfil `condition`."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         (stats,) = client.stats(check_integrity=True).values()
@@ -152,12 +152,12 @@ def nothing_reserved(stats: PoolStats) -> bool:
 
 
 def keys_of(num_keys: int) -> list[BlockKey]:
-    """Keys that no other test uses."""
+    """Return keys that no other test uses."""
     return [random.randbytes(16) for _ in range(num_keys)]
 
 
 def block_of(key: BlockKey, layout: KVLayout = LAYOUT) -> bytes:
-    """The block that is stored under `key`."""
+    """Return the block that is stored under `key`."""
     seed = int.from_bytes(key, "little")
     return np.random.default_rng(seed).bytes(layout.block_bytes)
 

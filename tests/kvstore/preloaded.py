@@ -1,4 +1,4 @@
-"""What messengers need, imported and loaded: by the process that they are forked from."""
+"""The modules that messengers need, imported by the process from which they are forked."""
 
 import gc
 

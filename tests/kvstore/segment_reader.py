@@ -1,9 +1,9 @@
-"""Reads blocks out of another process's segment without a word to its owner, as fast as it can, until killed.
+"""A program that reads blocks out of another process's segment as fast as it can, until it is killed.
 
     python -m tests.kvstore.segment_reader FD NUM_KEYS
 
-A block's bytes follow from its key. Each line on stdout: how many were there so far, and how many of those
-had other bytes.
+The owner of the segment does not know of it. A block's bytes follow from its key. Each line on stdout has the
+number of blocks found so far, and the number of those with wrong bytes.
 """
 
 import os
@@ -25,7 +25,7 @@ def key_of(number: int) -> BlockKey:
 
 
 def block_of(key: BlockKey) -> bytes:
-    """What is stored under `key`: no two of its words are the same."""
+    """Return the bytes that are stored under `key`. All of their words are different."""
     first, step = np.frombuffer(key, np.uint64)
     return (np.arange(LAYOUT.block_bytes // 8, dtype=np.uint64) * (step | np.uint64(1)) + first).tobytes()
 

@@ -1,4 +1,4 @@
-"""Slabs in memory whose disks do what a test tells them to, and a store that is built on them."""
+"""Slabs in memory whose disks do what a test tells them to, and a store that uses them."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
 STRIDE_BYTES = 4096
-"""of a page or slot, which a block of this layout does not fill"""
+"""The bytes of a page or slot. A block of this layout is smaller."""
 ADDRESS = MessengerAddress("node", 1, "host", "/nowhere", (("127.0.0.1", 1),))
 OWNER = 1
 
@@ -48,7 +48,7 @@ def key_of(number: int) -> BlockKey:
 
 
 def block_of(key: BlockKey) -> bytes:
-    """The bytes of the block that is stored under `key`."""
+    """Return the bytes of the block that is stored under `key`."""
     return np.random.default_rng(int.from_bytes(key, "big")).bytes(LAYOUT.block_bytes)
 
 
@@ -57,7 +57,7 @@ def checksums_of(key: BlockKey) -> bytes:
 
 
 class FakeSlab:
-    """Stands in for a `Slab`. Reads and writes come from threads."""
+    """A replacement of a `Slab`. Its reads and writes are called from threads."""
 
     def __init__(self, num_slots: int, name: str = "disk", layout: KVLayout = LAYOUT) -> None:
         self.path = Path(f"/{name}/node.slab")
@@ -67,9 +67,9 @@ class FakeSlab:
         self.slot_bytes = STRIDE_BYTES
         self.bytes = bytearray(num_slots * STRIDE_BYTES)
         self.error: OSError | None = None
-        """what reads and writes end with"""
+        """The error with which reads and writes end; None for none."""
         self.delay_s = 0.0
-        """of each"""
+        """The seconds that each read and write takes."""
         self.num_reads = self.num_writes = self.num_at_once = self.most_at_once = 0
         self._lock = threading.Lock()
         self._gate = threading.Event()
@@ -77,12 +77,12 @@ class FakeSlab:
         self.go_on()
 
     def hang(self) -> None:
-        """Reads and writes that begin from now on do not end before `go_on`."""
+        """Make reads and writes that begin from now on hang until `go_on`."""
         self._gate = threading.Event()
         self._hanging.append(self._gate)
 
     def hang_no_more(self) -> None:
-        """Those that hang already still do."""
+        """Let new reads and writes end. Those that hang already go on hanging."""
         self._gate = threading.Event()
         self._gate.set()
 
@@ -156,7 +156,7 @@ def ssd_tier(
     timeout_s: float = DEADLINE_S,
     events: EventLog | None = None,
 ) -> SsdTier:
-    """One that takes no slab for slow because the machine is busy."""
+    """Return an SSD tier that does not take a slab for slow because the machine is busy."""
     tier = SsdTier(slabs, policy, depth=depth, timeout_s=timeout_s, events=events)  # type: ignore[arg-type]
     for disk, slab in zip(tier.disks, slabs, strict=True):
         disk.suspend = functools.partial(_suspend, slab, disk.suspend)  # type: ignore[method-assign]
@@ -169,20 +169,20 @@ def _suspend(slab: FakeSlab, suspend: Callable[[str], None], reason: str) -> Non
 
 
 def is_settled(ssd: SsdTier) -> bool:
-    """Whether no slot is in use. Whatever contradicts itself is an error."""
+    """Return whether no slot is in use. Raises an error if the tier contradicts itself."""
     assert list(ssd.problems()) == []
     return not any(disk.allocator.num_users.any() for disk in ssd.disks)
 
 
 def buffer(content: bytes = b"") -> memoryview:
-    """A page of its own, zeros behind `content`."""
+    """Return memory for a page, with zeros behind `content`."""
     view = memoryview(mmap.mmap(-1, STRIDE_BYTES))
     view[: len(content)] = content
     return view
 
 
 class Running:
-    """A store on a small segment and fake slabs, and what a client of it does. Made by `running`."""
+    """A store with a small segment and fake slabs, and a client of it. `running` makes it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -191,7 +191,7 @@ class Running:
         self.ssd = store.ssd
 
     async def reserve(self, keys: Sequence[BlockKey], num_private: int = 0) -> PageReservation:
-        """As clients do it: waits for room."""
+        """Reserve pages as clients do, and wait while the pool is full."""
         while True:
             try:
                 return self.pool.reserve(OWNER, keys, num_private)
@@ -199,7 +199,7 @@ class Running:
                 await self.store.wait_for_space(self.pool.evictor.space_epoch)
 
     async def put(self, *keys: BlockKey) -> None:
-        """Stores the blocks of `keys` and leaves them to eviction."""
+        """Store the blocks of `keys`, and leave them to eviction."""
         reservation = await self.reserve(keys)
         for block in reservation.blocks:
             if not block.found:
@@ -210,12 +210,12 @@ class Running:
         self.pool.release(reservation.reservation_id)
 
     async def get(self, key: BlockKey, *, patiently: bool = True) -> bytes | None:
-        """The block, brought to DRAM if need be."""
+        """Return a block, which is brought to DRAM if necessary; None if the store has none."""
         async with self.mover.keep_promoted([key], patiently=patiently):
             return self.read(key)
 
     def read(self, key: BlockKey) -> bytes | None:
-        """The block, if it is in DRAM."""
+        """Return a block if it is in DRAM, else None."""
         lease = self.pool.lease(OWNER, [key], self.store.now_s() + DEADLINE_S)
         try:
             (page,) = lease.pages
@@ -224,11 +224,11 @@ class Running:
             self.pool.end_lease(lease.lease_id)
 
     def has(self, key: BlockKey) -> bool:
-        """In any tier."""
+        """Return whether any tier has a block."""
         return self.pool.locate([key]) != [None]
 
     def is_settled(self) -> bool:
-        """Whether nothing is in use or on its way any more. Whatever contradicts itself is an error."""
+        """Return whether nothing is in use or in flight. Raises an error if the store contradicts itself."""
         assert self.pool.check_integrity() is None
         assert self.ssd is None or list(self.ssd.problems()) == []
         is_used = self.pool.num_used_pages or len(self.pool.reservations) or len(self.pool.leases)
@@ -246,7 +246,7 @@ async def running(
     promotion_timeout_s: float = DEADLINE_S,
     policy: EvictionPolicy = EvictionPolicy.LRU,
 ) -> AsyncIterator[Running]:
-    """After it, everything that was in use must have been given back. `timeout_s`: of a disk."""
+    """Make a context with a store. At its end nothing may be in use. `timeout_s` is that of a disk."""
     fd = os.memfd_create("segment")
     try:
         os.truncate(fd, 3 * ALIGNMENT + num_pages * (STRIDE_BYTES + record_bytes(LAYOUT.num_layers)))
@@ -310,7 +310,7 @@ async def running(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Returns as soon as `condition` holds."""
+    """Return as soon as `condition` is true."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""What all tests of this folder need."""
+"""Settings for all tests of messengers."""
 
 import asyncio
 import functools
@@ -13,5 +13,5 @@ POLL_S = 100e-6
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The event loop of a messenger."""
+    """Return the event loop that messengers use, for all async tests."""
     return {"busy-poll": functools.partial(busy_poll.event_loop, POLL_S)}

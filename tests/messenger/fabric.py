@@ -32,18 +32,18 @@ FINGERPRINT = "f" * 32
 TINY = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=1, dtype="bfloat16")
 SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
 LARGE = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=256, dtype="bfloat16")
-"""a layer has 256 KiB, four blocks just fit one frame"""
+"""A layout with layers of 256 KiB. Four blocks fill one frame exactly."""
 
 
 async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S / 2) -> None:
-    """Waits for what the others in this event loop will do."""
+    """Wait until other tasks of this event loop have made `condition` true."""
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(0.001)
 
 
 class Fabric:
-    """A sender and a receiver, in one event loop, and the proxies between them."""
+    """A sender and a receiver in one event loop, and the proxies between them."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Fabric:
     ) -> None:
         self.tls = tls
         self.cards = cards
-        """the sender's and the receiver's"""
+        """The RDMA cards of the sender and of the receiver."""
         self.layout = layout
         self.key = KEY
         self.sender_memory, self.receiver_memory = Memory(layout, num_pages), Memory(layout, num_pages)
@@ -87,15 +87,15 @@ class Fabric:
         self._listeners = [listen(("127.0.0.1", 0)), listen(self.unix_path)]
         self.endpoint: tuple[str, int] = self._listeners[0].getsockname()
         self.num_served = 0
-        """connections that are being served"""
+        """The number of connections that are being served."""
         self.answer_buffer_bytes: int | None = None
-        """of the kernel, for the connections to come"""
+        """The size of the kernel's send buffer for new connections; None for its default."""
         for listener in self._listeners:
             tasks.create_task(self._accept(listener))
         self.peers = self.peers_with(KEY)
 
     def peers_with(self, key: ClusterKey, **changed: object) -> OutgoingSessions:
-        """A sender of its own: with `key`, `changed` in its identity."""
+        """Return another sender with this `key`, and with `changed` fields in its identity."""
         return OutgoingSessions(
             self.tasks,
             self.sender_memory.source,
@@ -113,7 +113,7 @@ class Fabric:
 
     @property
     def address(self) -> MessengerAddress:
-        """By the proxies, if there are some."""
+        """The address of the receiver, with the proxies' endpoints if there are proxies."""
         endpoints = tuple(proxy.endpoint for proxy in self.proxies) or (self.endpoint,)
         identity = self.receiver_identity
         return MessengerAddress(
@@ -126,11 +126,11 @@ class Fabric:
 
     @property
     def slots_taken(self) -> set[int]:
-        """At the receiver's copy_table."""
+        """The copy slots of the receiver that are taken."""
         return set(self.receiver_memory.copy_table._processes)
 
     async def peer(self, num_lanes: int = 1) -> OutgoingSession:
-        """The session, when it has so many lanes."""
+        """Return the session with the receiver, once it has this number of lanes."""
         peer = await self.peers.peer(self.address)
         await until(lambda: len(peer.lanes) >= num_lanes)
         return peer
@@ -149,7 +149,7 @@ class Fabric:
         urgency: Urgency = Urgency.LATENCY,
         peer: OutgoingSession | None = None,
     ) -> None:
-        """Sends whole pages, each in a frame, and waits until all are through. Raises TransferError."""
+        """Send whole pages, one in each frame, and wait until all are acknowledged. Raises TransferError."""
         peer = peer or await self.peers.peer(self.address)
         changed = asyncio.Event()
         outcomes: list[WriteOutcome] = []
@@ -168,7 +168,7 @@ class Fabric:
             assert self.receiver_memory.page(page) == self.sender_memory.page(page)
 
     async def fetch(self, pages: Sequence[int], peer: OutgoingSession | None = None) -> list[int]:
-        """Whole blocks of the receiver's `pages` into the same pages of the sender."""
+        """Fetch whole blocks from the receiver's `pages` into the same pages of the sender."""
         peer = peer or await self.peers.peer(self.address)
         views = [self.sender_memory.page(page) for page in pages]
         found = await peer.fetch([key(page) for page in pages], views, range(self.layout.num_layers))
@@ -177,14 +177,17 @@ class Fabric:
         return list(found)
 
     def publish(self, pages: Sequence[int]) -> None:
-        """Fills pages of the receiver, which can be fetched from now on."""
+        """Fill pages of the receiver. From now on their blocks can be fetched."""
         for page in pages:
             view = self.receiver_memory.page(page)
             view[:] = np.random.default_rng(1000 + page).bytes(len(view))
             self.pages.blocks[key(page)] = page
 
     async def assert_works(self) -> None:
-        """A whole transfer succeeds, whatever happened before. Takes the last page that no grant has."""
+        """Check that a transfer succeeds, whatever happened before.
+
+        It uses the last page, which no grant has.
+        """
         granted = {page for grant in self.pages.grants.values() for page in grant.pages}
         page = max(set(range(self.receiver_memory.num_pages)) - granted - set(self.pages.blocks.values()))
         grant_id = 1_000_000 + page
@@ -228,7 +231,10 @@ async def fabric(
     cards: tuple[Cards, Cards] | None = None,
     **changed: object,
 ) -> AsyncIterator[Fabric]:
-    """With `settings(**changed)`. At the end both messengers stop and nothing may be held."""
+    """Make a context with a fabric and `settings(**changed)`.
+
+    At its end both messengers stop, and hold nothing.
+    """
     nodes: list[Fabric] = []
     ready, leave = asyncio.Event(), asyncio.Event()
 
@@ -258,11 +264,11 @@ async def fabric(
 
 
 class _Over(Exception):
-    """Ends a task group."""
+    """An error that ends a task group on purpose."""
 
 
 async def _unwrapped(task: "asyncio.Task[None]") -> None:
-    """Raises what a task of the group has raised, alone."""
+    """Raise the error of a task of the group, without the group."""
     try:
         await task
     except BaseExceptionGroup as group:
@@ -279,7 +285,7 @@ def identity_with(identity: Identity, **changed: object) -> Identity:
 
 
 def settings(**changed: object) -> MessengerConfig:
-    """Over TCP, with short deadlines."""
+    """Return settings for TCP with short deadlines, with `changed` values."""
     return MessengerConfig(
         **{"transport": "tcp", "streams": 1, "connect_timeout_s": 10.0, "ack_timeout_s": 5.0, **changed}
     )

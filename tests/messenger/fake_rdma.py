@@ -1,7 +1,8 @@
-"""Devices that exist in this process alone: what they write is copied when the test lets it.
+"""Fake RDMA devices of this process. Their writes are copied when the test allows it.
 
-As with real ones, a write to what is not open breaks the queue pair for all, a queue pair that is closed
-moves nothing any more, and a cancelled call waits for what it has begun, or if that is cancelled too ends it.
+As with real devices, a write outside of open memory breaks the queue pair for all its users, and a closed
+queue pair transfers nothing any more. A cancelled call waits for its copies; if it is cancelled again, it
+closes the queue pair.
 """
 
 import asyncio
@@ -40,13 +41,13 @@ class FakeAdapter:
 
 @dataclass(eq=False)
 class FakeNetwork:
-    """All queue pairs, and what happens to what is written: `fault` says so for each write of real bytes."""
+    """All fake queue pairs. `fault` returns how each write of real bytes fails; None if it succeeds."""
 
     endpoints: dict[int, "FakeEndpoint"] = field(default_factory=dict)
     may_land: bool = True
     fault: Callable[["FakeEndpoint"], Remedy | None] = lambda _endpoint: None
     connect_fault: Callable[["FakeEndpoint"], Remedy | None] = lambda _endpoint: None
-    """for the bytes by which a path is tried"""
+    """A function like `fault` for the bytes by which a new path is tried."""
     num_landed: int = 0
     num_made: int = 0
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -65,7 +66,7 @@ class FakeEndpoint:
         self.peer = peer
         self.failure: RdmaError | None = None
         self.openings: dict[int, tuple[int, int]] = {}
-        """begin and end of what each key opens"""
+        """The first and the end address that each key opens."""
         self.num_writing = 0
         self._memory = memory
         self._network = adapter.network
@@ -128,7 +129,10 @@ class FakeEndpoint:
             memmove(self._memory.address + offset, address, num_bytes)
 
     def check_usable(self) -> None:
-        """Raises what the failure means for those that have not caused it."""
+        """Raise an error if the queue pair has failed.
+
+        Only the call that caused the failure is to be given up.
+        """
         if self.failure is not None:
             is_refusal = self.failure.remedy is Remedy.GIVE_UP
             raise RdmaError(str(self.failure), Remedy.RETRY if is_refusal else self.failure.remedy)
@@ -158,7 +162,7 @@ def _close_windows(endpoint: FakeEndpoint, granted: OpenRanges) -> None:
 
 
 def install(patch: pytest.MonkeyPatch) -> FakeNetwork:
-    """From now on queue pairs are fakes."""
+    """Replace queue pairs by fake ones for the rest of the test, and return their network."""
     patch.setattr(cards, "Endpoint", FakeEndpoint)
     for module in (cards, exposures):
         patch.setattr(module, "open_windows", _open_windows)

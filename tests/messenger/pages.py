@@ -1,4 +1,4 @@
-"""Memory that others write to and read from, and that watches what they do to it."""
+"""A segment that peers write to and read from, and that checks what they do."""
 
 import asyncio
 import mmap
@@ -20,11 +20,11 @@ from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import KEY_BYTES, KVLayout
 
 _SEALED = 2
-"""the state of a page whose block can be found"""
+"""The state of a page whose block can be found."""
 
 
 class Memory:
-    """A segment: `num_pages` pages of one block each."""
+    """A segment with `num_pages` pages of one block each."""
 
     def __init__(self, layout: KVLayout, num_pages: int) -> None:
         self.layout = layout
@@ -45,7 +45,7 @@ class Memory:
         self.shared_segment: SharedSegment | None = None
 
     def land(self) -> None:
-        """Others may write to it themselves, where they can."""
+        """Let peers of this host write to the segment themselves, where that is possible."""
         copy_table = CopyTable.at(
             self.source.buffer[self._copy_table_offset : self._copy_table_offset + COPY_TABLE_BYTES]
         )
@@ -56,7 +56,7 @@ class Memory:
             )
 
     def shelve(self, key: bytes, page: int) -> None:
-        """Those of this host find this block in `page` from now on, until it is `unshelved`."""
+        """Let peers of this host find a block in `page`, until `unshelve` is called."""
         page_table, checksums = self._page_table, self.checksums(page, range(self.layout.num_layers))
         checksums_offset = page_table.checksums_offset + page * len(checksums)
         self.mapping[checksums_offset : checksums_offset + len(checksums)] = checksums
@@ -98,7 +98,7 @@ class Memory:
 
 @dataclass(eq=False)
 class GrantState:
-    """What a grant's pages have got so far, by (page, layer)."""
+    """The layers of a grant's pages that have arrived or are being received, by (page, layer)."""
 
     pages: list[int]
     writers: list[GrantWriter] = field(default_factory=list)
@@ -109,32 +109,32 @@ class GrantState:
 
 
 class Pages:
-    """`WriteTarget` and `ReadSource` over `memory`. What breaks the contract goes to `violations`.
+    """The `WriteTarget` and `ReadSource` of a `Memory`. Calls that break their contract go to `violations`.
 
-    All have the same heads here.
+    All peers have the same heads here.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.grants: dict[int, GrantState] = {}
         self.blocks: dict[bytes, int] = {}
-        """page of each key that can be read"""
+        """The page of each key that can be read."""
         self.violations: list[str] = []
         self.num_leases = 0
         self.num_asked = 0
-        """leases that there have been"""
+        """The number of leases so far."""
         self.num_read = 0
-        """blocks that others say they have read themselves"""
+        """The number of blocks that peers report to have read themselves."""
         self.num_verified = 0
-        """blocks that a reader says were damaged"""
+        """The number of blocks that a reader has reported as damaged."""
         self.num_begun = 0
         self.num_exposed = 0
-        """grants whose pages are open to somebody's device; after that nothing lands there any more"""
+        """The number of exposures of grants' pages to peers that write by themselves."""
         self.read_failure: MooncakeError | None = None
         self.may_read = asyncio.Event()
         self.may_read.set()
         self._opened: dict[tuple[int, int], int] = {}
-        """how often each (grant, writer) is open"""
+        """The number of times that each (grant, writer) is open."""
 
     def grant(self, grant_id: int, pages: Sequence[int]) -> GrantState:
         self.grants[grant_id] = GrantState(list(pages))
@@ -228,7 +228,7 @@ class Pages:
         self._scrub(entry)
 
     def _scrub_pages(self, grant: GrantState, pages: Sequence[int]) -> None:
-        """What did not arrive and is not just being received."""
+        """Erase the layers of pages that did not arrive and are not being received."""
         all_layers = range(self.memory.layout.num_layers)
         slots = {(page, layer) for page in pages for layer in all_layers}
         for page, layer in slots - set(grant.arrived) - grant.receiving:
@@ -236,7 +236,7 @@ class Pages:
             view[:] = bytes(len(view))
 
     def _close_to_copiers(self, grant_id: int) -> None:
-        """Those of this host; they are waited for."""
+        """Close a grant's pages to peers of this host, and wait for copies in progress."""
         grant, shared_segment = self.grants[grant_id], self.memory.shared_segment
         if shared_segment is None:
             return
@@ -317,7 +317,7 @@ class Pages:
         return blocks, end_lease
 
     def check_idle(self) -> None:
-        """After the last connection: nothing is held, and nothing lies where nothing was completed."""
+        """Check, after the last connection, that nothing is held, and that incomplete pages are empty."""
         assert self.violations == []
         assert self.num_begun == 0
         assert self.num_leases == 0

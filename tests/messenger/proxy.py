@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback, in the event loop of its test, that breaks connections when it is told to."""
+"""A TCP proxy on the loopback interface, in the event loop of its test, that can break connections."""
 
 import asyncio
 import contextlib
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass
 class Plan:
-    """What a proxied connection does to its bytes. Up is towards the receiver."""
+    """The faults of a proxied connection. "Up" is the direction to the receiver."""
 
     reset_up_at: int | None = None
     reset_down_at: int | None = None
     stall_up_at: int | None = None
-    """then nothing is forwarded any more, not even the end"""
+    """The number of bytes after which nothing is forwarded upwards any more, not even the end."""
     flip_up_at: int | None = None
     flip_down_at: int | None = None
 
@@ -42,11 +42,11 @@ class Link:
 
 
 class Proxy:
-    """Forwards TCP connections to `place` and does what it is told."""
+    """A proxy that forwards TCP connections to `place`."""
 
     def __init__(self, tasks: asyncio.TaskGroup, place: tuple[str, int]) -> None:
         self.plans: list[Plan] = []
-        """of the connections to come, in their order; then they are left alone"""
+        """The plans of the next connections, in order. Connections after them have no faults."""
         self.links: list[Link] = []
         self.up_flows, self.down_flows = asyncio.Event(), asyncio.Event()
         self.piece_bytes = 1 << 16
@@ -59,7 +59,7 @@ class Proxy:
         self.heal()
 
     def black_hole(self, *, up: bool = True, down: bool = True) -> None:
-        """Nothing is forwarded any more, and nobody is told. New connections get no answer."""
+        """Forward nothing any more, without any error. New connections get no answer."""
         for is_lost, flows in ((up, self.up_flows), (down, self.down_flows)):
             if is_lost:
                 flows.clear()
@@ -72,12 +72,12 @@ class Proxy:
         self.piece_bytes, self.pause_s = piece_bytes, pause_s
 
     def reset(self) -> None:
-        """Resets all connections."""
+        """Reset all connections."""
         for link in self.links:
             link.reset()
 
     def refuse(self) -> None:
-        """New connections are refused."""
+        """Refuse new connections."""
         self._accepting.cancel()
         self._listener.close()
 
@@ -146,7 +146,7 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def proxied(place: tuple[str, int]) -> AsyncIterator[Proxy]:
-    """A proxy alone. It ends with all its connections."""
+    """Make a context with a proxy. It ends with all its connections."""
     proxies: asyncio.Queue[Proxy] = asyncio.Queue()
 
     async def live() -> None:

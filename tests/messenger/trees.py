@@ -1,4 +1,4 @@
-"""Small trees of sysfs, procfs and /dev, as the kernel would show them on machines that we do not have."""
+"""Small trees of sysfs, procfs and /dev, as the kernel would show them on other machines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def add_nodes(root: Path, *nodes: int) -> None:
 def add_pci(
     root: Path, path: Sequence[str], node: int, vendor: str = "0x15b3", kind: str = "0x020000"
 ) -> Path:
-    """A PCI device below the bridges that `path` names before it."""
+    """Add a PCI device below the bridges that `path` names first."""
     device = root / "sys/devices" / f"pci{path[0][:7]}" / "/".join(path)
     device.mkdir(parents=True)
     for name, value in (("numa_node", node), ("vendor", vendor), ("class", kind)):
@@ -46,7 +46,10 @@ def add_rdma(
     gids: Sequence[tuple[str, str]] = (),
     netdev: str | None = None,
 ) -> None:
-    """An RDMA device with one port; without `path` a virtual one. `gids` are pairs of value and type."""
+    """Add an RDMA device with one port. Without `path` it is a virtual device.
+
+    `gids` are pairs of value and type.
+    """
     folder = root / "sys/class/infiniband" / name
     port = folder / "ports/1"
     for file, text in (("state", state), ("link_layer", link_layer), ("rate", "100 Gb/sec (4X EDR)")):

@@ -1,4 +1,4 @@
-"""The sender's side of a connection by hand: says what a `OutgoingSession` never would."""
+"""The sender's side of a connection, with messages that an `OutgoingSession` would never send."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tests.messenger.fabric import DEADLINE_S, Fabric
 
 
 class Wire:
-    """One connection. Close it."""
+    """One connection. The test must close it."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -24,7 +24,7 @@ class Wire:
 
     @classmethod
     async def connect(cls, node: Fabric, transport: Transport = Transport.TCP) -> "Wire":
-        """To the receiver, past all proxies, without a word."""
+        """Connect to the receiver, not through proxies, and send nothing."""
         place = node.endpoint if transport is Transport.TCP else node.unix_path
         return cls(await connect(Path(transport, place), None))
 
@@ -36,7 +36,7 @@ class Wire:
         lane: int = 0,
         identity: Identity | None = None,
     ) -> "Wire":
-        """With the right key."""
+        """Connect, and carry out the handshake with the right key."""
         wire = await cls.connect(node)
         await wire.introduce(node, session or secrets.token_bytes(16), lane, identity)
         return wire
@@ -48,7 +48,7 @@ class Wire:
         return await introduce(self.frames, node.key, Introduction(b"", identity, session, lane))
 
     async def introduce_probe(self, node: Fabric, opening: Opening | None = None) -> Welcome:
-        """As somebody who only measures."""
+        """Introduce this side as a peer that only measures."""
         opening = opening or Opening()
         introduction = opening.introduction(Introduction(b"", None, bytes(16), 0))
         return await introduce(self.frames, node.key, introduction, opening.fd)
@@ -60,11 +60,11 @@ class Wire:
         await self.stream.send([data], fd=fd)
 
     async def hear(self) -> Message:
-        """The next message, which has no payload."""
+        """Return the next message, which has no payload."""
         return await read_message(self.frames)
 
     async def assert_closed(self) -> None:
-        """By the receiver, after whatever it had to say."""
+        """Check that the receiver closes the connection, after any further messages."""
         buffer = memoryview(bytearray(1 << 16))
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(DEADLINE_S / 2):

@@ -1,4 +1,4 @@
-"""A supervised process that does what its configuration says."""
+"""A supervised process that behaves as its configuration says."""
 
 import asyncio
 import os
@@ -16,7 +16,10 @@ from mooncake.node.process import STATUS_FD_VARIABLE, Left, Measured, Progress, 
 
 
 class FakeConfig(BaseModel):
-    """`lives_file` counts starts; the behaviour is that of the first start, later ones serve."""
+    """The configuration. The behaviour is that of the first start; later starts serve.
+
+    Starts are counted in `lives_file`.
+    """
 
     behaviour: Literal[
         "serve",
@@ -40,11 +43,11 @@ class FakeConfig(BaseModel):
 
 
 NUM_SHORT_LIVES = 3
-"""of behaviours that end more than one"""
+"""The number of starts that end soon, for behaviours in which more than one does."""
 
 
 def record_life(file: Path) -> int:
-    """Appends this process; how many there have been."""
+    """Add this process to the file, and return the number of processes in it."""
     with file.open("a") as lives:
         lives.write(f"{os.getpid()}\n")
     return len(file.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""A tiny model, and what is started with it: clusters without sockets for clients, or prefill alone."""
+"""A tiny model, and fixtures that start clusters without sockets for clients, or prefill alone, with it."""
 
 import functools
 from pathlib import Path
@@ -20,23 +20,23 @@ def model() -> transformers.PreTrainedModel:
 
 @pytest.fixture
 def start_cluster(model: transformers.PreTrainedModel, tmp_path: Path) -> StartCluster:
-    """Start a `mini_cluster` of the model."""
+    """Return a function that starts a `mini_cluster` of the model."""
     return functools.partial(mini_cluster, model, tmp_path)
 
 
 @pytest.fixture
 def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
-    """Start a `decode_lab` of the model."""
+    """Return a function that starts a `decode_lab` of the model."""
     return functools.partial(decode_lab, model, tmp_path)
 
 
 @pytest.fixture
 def start_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartLab:
-    """Start a `prefill_lab` of the model."""
+    """Return a function that starts a `prefill_lab` of the model."""
     return functools.partial(prefill_lab, model, tmp_path)
 
 
 @pytest.fixture
 def reference(model: transformers.PreTrainedModel) -> Reference:
-    """Greedy tokens of the model behind a prompt, as transformers computes them."""
+    """Return a function that computes greedy tokens behind a prompt with transformers."""
     return functools.partial(greedy_tokens, model)

@@ -1,4 +1,4 @@
-"""Instances without a Conductor: a test orders what it wants of them, migrations step by step."""
+"""Instances without a Conductor. A test gives them orders, such as single steps of migrations."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ FETCH_TIMEOUT_S = DEADLINE_S
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """A request, and the instance that decodes it as `ref`."""
+    """A request, and the instance that decodes it as attempt `ref`."""
 
     request: Request
     answer: Answer
@@ -66,16 +66,19 @@ class Decoded:
 
 
 class DecodeLab(MiniCluster):
-    """A cluster whose instances obey the test alone; the first one prefills if it is wanted."""
+    """A cluster whose instances obey the test alone.
+
+    The first one prefills, unless the test chooses another.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self._decoded: dict[str, Decoded] = {}
         self._said: dict[Ref, asyncio.Queue[Said]] = defaultdict(asyncio.Queue)
         self.prefills_at: InstanceUnderTest | None = None
-        """Computes the prompts that are not inlined; None: the first instance."""
+        """The instance that computes prompts that are not inlined; None for the first instance."""
         self.time_left_s: float | None = None
-        """With a TBT SLO first tokens of prompts that are not inlined may be held for so long."""
+        """Seconds for which first tokens may be held, of prompts that are not inlined and have a TBT SLO."""
 
     @property
     def _prefill(self) -> InstanceUnderTest:
@@ -99,7 +102,7 @@ class DecodeLab(MiniCluster):
         tbt_slo_s: float | None = None,
         inline: bool = True,
     ) -> Decoded:
-        """Order a request."""
+        """Order an instance to decode a request."""
         root = root_key(FINGERPRINT, salt)
         keys = block_keys(prompt, self.sizes.block_size, root)
         request = Request(
@@ -135,21 +138,21 @@ class DecodeLab(MiniCluster):
 
     @property
     def num_said(self) -> int:
-        """Number of answers that nobody has asked for."""
+        """The number of answers that the test has not taken."""
         return sum(said.qsize() for said in self._said.values())
 
     async def next_said(self, ref: Ref) -> Said:
-        """The next answer about an attempt."""
+        """Return the next answer about an attempt."""
         async with asyncio.timeout(DEADLINE_S):
             return await self._said[ref].get()
 
     def abort(self, decoded: Decoded) -> None:
-        """The client has gone."""
+        """Abort a request, as if its client had gone."""
         decoded.at.obey(Abort(decoded.ref))
 
 
 class Move:
-    """A migration, step by step; a step returns the answer to its order."""
+    """A migration, step by step. Each step returns the answer to its order."""
 
     def __init__(self, lab: DecodeLab, decoded: Decoded, destination: InstanceUnderTest) -> None:
         self.lab, self.decoded, self.destination = lab, decoded, destination
@@ -194,7 +197,7 @@ class Move:
         self.destination.obey(Abort(self.ref))
 
     async def finish(self) -> bool:
-        """The last steps. Returns whether the request has moved; else it has ended."""
+        """Carry out the last steps. Returns whether the request has moved; otherwise it has ended."""
         if not isinstance(await self.hand_over(), HandedOver):
             self.give_up()
             return False
@@ -202,7 +205,7 @@ class Move:
         return True
 
     async def run(self, num_rounds: int = 1) -> Prepared | None:
-        """All steps. Returns what is prepared in the end; None if the request stays, or has ended."""
+        """Carry out all steps. Returns the last `Prepared`; None if the request stays, or has ended."""
         for _ in range(num_rounds):
             if not isinstance(await self.pre_copy(), PreCopied):
                 self.give_up()
@@ -221,11 +224,11 @@ async def decode_lab(
     decode_copies: MakeCopies = copies_for,
     timeout_s: float = 6 * DEADLINE_S,
 ) -> AsyncIterator[DecodeLab]:
-    """Starts two instances that decode and one that prefills; ends them all."""
+    """Make a context with two instances that decode and one that prefills."""
     sizes = sizes or Sizes(num_decode=2)
     async with mini_cluster(model, folder, sizes, decode_copies, timeout_s, make=DecodeLab) as lab:
         yield lab
 
 
 StartDecodeLab = functools.partial[contextlib.AbstractAsyncContextManager[DecodeLab]]
-"""`decode_lab` of some model in some folder."""
+"""The type of a function that makes a `decode_lab` of some model in some folder."""

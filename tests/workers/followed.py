@@ -1,4 +1,4 @@
-"""Ranks behind a first one, in the same process: real links and runners, no process group to meet in."""
+"""The other ranks behind a first one, in the same process: real links and runners, no process group."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ _link_numbers = itertools.count()
 
 @dataclass(slots=True)
 class FollowingRank:
-    """What one has. `copies` are of its prefills."""
+    """The parts of one rank. `copies` are those of its prefills."""
 
     executor: Executor
     pool: WorkerClient
@@ -38,7 +38,7 @@ class FollowingRank:
 
 
 class FollowedGroup:
-    """`followers` are the leader's; made by `followed_by`."""
+    """The other ranks of a group, and the leader's links to them (`followers`). `followed_by` makes it."""
 
     def __init__(self, folder: Path, fingerprint: str, ranks: Sequence[FollowingRank]) -> None:
         size, self._ranks = len(ranks) + 1, ranks
@@ -96,7 +96,7 @@ class FollowedGroup:
         await leader.run(runner.obey, lambda _: None, runner.follow)
 
     def stop(self) -> None:
-        """Within its group of tasks; `close` comes after that."""
+        """Stop the ranks, within their group of tasks. `close` is to be called after that."""
         for task in self._tasks:
             task.cancel()
 

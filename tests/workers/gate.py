@@ -1,4 +1,4 @@
-"""LayerCopies between device and pool, and iterations of a batch, that stop where a test wants them to."""
+"""Copies between device and pool, and iterations of a batch, that stop where a test wants them to."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, St
 
 
 class Gate:
-    """LayerCopies that stop before the load or store of one layer until they are let through."""
+    """Copies that stop before the load or store of one layer, until the test lets them go on."""
 
     def __init__(self, *, load: int | None = None, store: int | None = None) -> None:
         self._load, self._store = load, store
@@ -57,7 +57,7 @@ class Gate:
         assert await asyncio.to_thread(self._reached.wait, DEADLINE_S)
 
     def close(self) -> None:
-        """It stops again what comes next."""
+        """Make the gate stop the next copy again."""
         self._reached.clear()
         self._open.clear()
 
@@ -66,7 +66,7 @@ class Gate:
 
 
 class Brake:
-    """Holds up the iterations of a batch, so that none of it ends before what other processes do is done."""
+    """A brake that stops the iterations of a batch, so that none ends before the work of other processes."""
 
     def __init__(self, executor: Executor) -> None:
         self._decode, self._is_off, self._holds = executor.decode, threading.Event(), threading.Event()
@@ -75,7 +75,7 @@ class Brake:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """No iteration begins; one may be in flight."""
+        """Make a context in which no iteration begins. One may be in flight."""
         self._holds.clear()
         self._is_off.clear()
         try:
@@ -84,7 +84,7 @@ class Brake:
             self._is_off.set()
 
     async def holds(self) -> None:
-        """Returns when an iteration is held up, and none before it runs any more."""
+        """Wait until an iteration is held up, and none before it runs."""
         assert await asyncio.to_thread(self._holds.wait, DEADLINE_S)
 
     def _decode_when_off(self, batch: Batch, draws: Draws) -> Drawn:

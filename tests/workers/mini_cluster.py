@@ -1,4 +1,4 @@
-"""A cluster without ZeroMQ and HTTP: the real policy, runners, engine and messenger processes."""
+"""A cluster without ZeroMQ and HTTP, with the real policy, runners, engine and messenger processes."""
 
 import asyncio
 import contextlib
@@ -74,40 +74,40 @@ MakeCopies = Callable[[DeviceKVCache, Segment], LayerCopies]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Pages of each instance, and how it computes."""
+    """The numbers of pages of each instance, and settings of its computation."""
 
     num_pool_pages: int = 64
     num_device_pages: int = 64
     num_prefill_pages: int | None = None
-    """device pages of the prefill instance; None: as many as others have"""
+    """The number of device pages of the prefill instance; None for as many as other instances have."""
     prefill_chunk: int = 20
     layerwise_overlap: bool = True
     max_batch: int = 8
     block_size: int = BLOCK_SIZE
     num_decode: int = 1
     inline: bool = False
-    """whether decode instances compute all prompts: no prefill instance registers"""
+    """Whether decode instances compute all prompts. Then no prefill instance registers."""
     mixed_chunk_tokens: int = 16
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     lost_after: tuple[int, ...] = ()
-    """numbers of tokens after which a request loses its decode instance"""
+    """Numbers of tokens after which a request loses its decode instance."""
     num_ranks: int = 1
-    """of every instance"""
+    """The number of ranks of every instance."""
     idle_cores: frozenset[int] = frozenset()
-    """those that all instances share"""
+    """The idle cores that all instances share."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a front would have received of one request."""
+    """The answer to one request, as a front would have received it."""
 
     reception: Reception
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int | None = None
     error: str | None = None
     param: str | None = None
-    """The field at fault, of a request that was refused."""
+    """The field at fault, if the request was refused."""
     num_lost: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -117,14 +117,14 @@ class Answer:
 
 
 async def tokens_of(answer: Answer) -> list[int]:
-    """Wait for the end of the answer, which must be no error."""
+    """Wait for the end of an answer, which must not be an error, and return its tokens."""
     await answer.ended.wait()
     assert answer.error is None
     return answer.tokens
 
 
 class InstanceUnderTest:
-    """A worker without its connections, and the other ranks if it has some: one pool for each."""
+    """A worker without its connections, and its other ranks if it has some. Each rank has a pool."""
 
     def __init__(self, cluster: "MiniCluster", name: str, role: Role, pools: list[WorkerClient]) -> None:
         sizes = cluster.sizes
@@ -197,7 +197,7 @@ class InstanceUnderTest:
 
     @property
     def pool(self) -> WorkerClient:
-        """Of the first rank."""
+        """The pool of the first rank."""
         return self.pools[0]
 
     @property
@@ -206,7 +206,10 @@ class InstanceUnderTest:
 
 
 class MiniCluster:
-    """1P1D, or more of the second. `submit` requests, `cancel` them, look at everything."""
+    """A cluster of one prefill instance and one or more decode instances.
+
+    Tests `submit` and `cancel` requests, and can read all of its state.
+    """
 
     def __init__(
         self,
@@ -236,7 +239,7 @@ class MiniCluster:
         self.instances: list[InstanceUnderTest] = []
         self.num_beats = 0
         self.nodes: dict[str, Node] = {}
-        """Messengers by name"""
+        """The messengers by name."""
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT), time.monotonic())
@@ -247,7 +250,7 @@ class MiniCluster:
         return model
 
     def executors(self, role: Role) -> list[Executor]:
-        """Those of an instance, one a rank."""
+        """Return the executors of an instance, one for each rank."""
         sizes, models = self.sizes, [self._loaded(None)]
         num_pages = sizes.num_device_pages
         if role is Role.PREFILL and sizes.num_prefill_pages is not None:
@@ -272,16 +275,16 @@ class MiniCluster:
         ]
 
     def layouts(self) -> list[KVLayout]:
-        """As `executors`."""
+        """The layouts of the shards of an instance, one for each rank."""
         num_ranks = self.sizes.num_ranks
         return [self.layout.of_heads(kv_heads_of(self.spec, rank, num_ranks)) for rank in range(num_ranks)]
 
     def hear(self, instance: InstanceUnderTest, message: FromWorker) -> None:
-        """What an instance says goes to the Conductor."""
+        """Deliver a message from an instance to the Conductor."""
         self.take(self.conductor.handle(instance.identity, message, time.monotonic()))
 
     def take(self, effects: list[Effect]) -> None:
-        """Deliver messages at once."""
+        """Deliver messages of the Conductor at once."""
         for effect in effects:
             if isinstance(effect.message, Failed | Rejected):
                 answer = self.answers[effect.message.request_id]
@@ -299,11 +302,14 @@ class MiniCluster:
                     instance.obey(effect.message)  # type: ignore[arg-type]
 
     async def beat(self) -> None:
-        """Count heartbeats out of turn. Nobody is told of pages here."""
+        """Count a heartbeat that is sent out of turn. It is delivered to no one here."""
         self.num_beats += 1
 
     async def receive(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """Tokens, as the front takes them: another attempt draws those again that have been sent."""
+        """Receive tokens as the front does.
+
+        Another attempt may draw tokens again that were received before.
+        """
         for _, output in outputs:
             answer = self.answers[output.ref.request_id]
             num_before = len(answer.tokens)
@@ -324,7 +330,7 @@ class MiniCluster:
     def submit(
         self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "", tenant: str = ""
     ) -> Answer:
-        """Start a request."""
+        """Start a request, and return its answer, which is not complete yet."""
         root = root_key(FINGERPRINT, salt)
         keys = block_keys(prompt, self.sizes.block_size, root)
         request = Request(
@@ -336,17 +342,17 @@ class MiniCluster:
         return answer
 
     def cancel(self, request_id: str) -> None:
-        """The client has gone."""
+        """Cancel a request, as if its client had gone."""
         self.take(self.conductor.handle(FRONT, Cancel(request_id), time.monotonic()))
 
     async def idle(self) -> None:
-        """Returns when nobody works any more; raises TimeoutError otherwise."""
+        """Wait until no instance has work. Raises TimeoutError."""
         async with asyncio.timeout(DEADLINE_S):
             while self.conductor.num_open or any(instance.is_busy for instance in self.instances):
                 await asyncio.sleep(0.002)
 
     async def assert_nothing_is_held(self) -> None:
-        """Every page of every device and pool is free or evictable."""
+        """Check that every page of every device and pool is free or evictable."""
         await self.idle()
         for instance in self.instances:
             kv = instance.executor.kv
@@ -376,7 +382,7 @@ async def mini_cluster(
     timeout_s: float = 6 * DEADLINE_S,
     make: type[Cluster] = MiniCluster,
 ) -> AsyncIterator[Cluster]:
-    """Starts messengers and runners; ends them all."""
+    """Make a context with a cluster: its messengers and runners."""
     sizes = sizes or Sizes()
     with contextlib.ExitStack() as nodes:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
@@ -416,4 +422,4 @@ async def mini_cluster(
 
 
 StartCluster = Callable[..., contextlib.AbstractAsyncContextManager[MiniCluster]]
-"""`mini_cluster` of some model in some folder."""
+"""The type of a function that makes a `mini_cluster` of some model in some folder."""

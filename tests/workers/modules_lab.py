@@ -30,11 +30,11 @@ from workers.modules.hosting import ModulesHost
 NUM_PAGES = 48
 SIZES = Sizes(num_decode=2, num_device_pages=NUM_PAGES, num_pool_pages=160)
 WITH_A_THIRD = Sizes(num_decode=3, num_device_pages=NUM_PAGES, num_pool_pages=160)
-"""The third instance decodes requests that migrate to the owner."""
+"""Sizes with a third decode instance, whose requests migrate to the owner."""
 
 
 Part = int | LayerRange | float
-"""Some layers, so many KV heads, or a share of sequences; 0: nothing."""
+"""The modules to move: a range of layers, a number of KV heads, or a share of sequences; 0 for none."""
 
 
 def part_of(part: Part) -> ModulesPart:
@@ -44,7 +44,10 @@ def part_of(part: Part) -> ModulesPart:
 
 
 def wide_model() -> transformers.PreTrainedModel:
-    """A model that the CPU's own kernels compute, with sliding windows in some layers, and 4 KV heads."""
+    """Return a model that the CPU's own kernels compute.
+
+    It has 4 KV heads, and sliding windows in some layers.
+    """
     return tiny_model(
         "qwen2_window",
         hidden_size=256,
@@ -63,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Pair:
-    """The first decode instance of a lab, and the second one as its helper."""
+    """The first decode instance of a lab, the owner, and the second one as its helper."""
 
     lab: DecodeLab
     path: str
@@ -86,12 +89,12 @@ class Pair:
         return number
 
     async def ended(self, number: int) -> ModulesPlace:
-        """Wait for the end of an ordered move."""
+        """Wait for the end of an ordered move, and return the place of the modules."""
         await until(lambda: self._place.number == number and not self._place.is_moving)
         return self._place
 
     async def place(self, part: Part) -> ModulesPlace:
-        """Order, and wait for the end of the move."""
+        """Order a move, wait for its end, and return the place of the modules."""
         return await self.ended(self.order(part))
 
     async def move(self, part: Part) -> None:
@@ -99,24 +102,24 @@ class Pair:
         assert (place.error, place.part) == ("", part_of(part))
 
     async def lose_helper(self) -> None:
-        """As if its process ended."""
+        """End the helper's connections, as if its process had ended."""
         self.hosting.cancel()
         await asyncio.wait([self.hosting])
 
     async def restart_helper(self) -> None:
-        """It listens again."""
+        """Let the helper listen again."""
         self.hosting = self.lab.group.create_task(self.host.run())
         await asyncio.sleep(0)  # it listens before it waits for anything
 
     def lose_owner(self) -> None:
-        """As if its process ended, soon."""
+        """End the owner's work, as if its process ended soon."""
         for ref in self.owner.decode_jobs.refs:
             self.owner.decode_jobs.cancel(ref)
         assert self.owner.decoding is not None
         self.owner.decoding.cancel()
 
     async def owner_has_gone(self) -> None:
-        """Wait until nothing of the owner runs. A session that follows has all modules again."""
+        """Wait until none of the owner's work runs. A session that follows has all modules again."""
         assert self.owner.decoding is not None
         await asyncio.wait([self.owner.decoding])
         await until(lambda: not self.owner.is_busy)
@@ -126,7 +129,7 @@ class Pair:
     def begin(
         self, name: str, max_tokens: int, at: InstanceUnderTest, num_tokens: int = 8, *, inline: bool = True
     ) -> Decoded:
-        """Order a greedy request, whose prompt depends on its length alone."""
+        """Order a greedy request. Its prompt depends on its length alone."""
         sampling = SamplingParams(max_tokens, temperature=0)
         return self.lab.begin(name, prompt_of(num_tokens, num_tokens), sampling, at, inline=inline)
 
@@ -153,7 +156,10 @@ def hosting(instance: InstanceUnderTest, path: str, owners: Owners | None = None
 async def paired(
     start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES, *, is_remote: bool = False
 ) -> AsyncIterator[Pair]:
-    """The owner reaches its helper through shared memory, or over TCP, as on another host."""
+    """Make a context with an owner and its helper.
+
+    They are connected through shared memory; if `is_remote`, over TCP, as between two hosts.
+    """
     with listen_tcp("127.0.0.1", 0) as listener:
         async with start(sizes=sizes) as lab:
             path = str(folder / "modules.sock")
@@ -168,7 +174,10 @@ async def paired(
 
 
 async def prepared(pair: Pair, decoded: Decoded) -> Move:
-    """A migration of a request to the owner, which has loaded its full blocks. The source must not end it."""
+    """Return the migration of a request to the owner, which has loaded its full blocks.
+
+    The request must not end at its source before.
+    """
     move = Move(pair.lab, decoded, pair.owner)
     assert isinstance(await move.pre_copy(), PreCopied)
     assert isinstance(await move.prepare(), Prepared)

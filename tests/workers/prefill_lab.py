@@ -53,14 +53,14 @@ BLOCK_SIZE = 8
 FINGERPRINT = "f" * 32
 NUM_PAGES = 96
 ACK_TIMEOUT_S = 3.0
-"""how long pages may be quarantined for whoever hangs"""
+"""The most seconds for which pages are quarantined for a peer that hangs."""
 NUM_OUTPUT_TOKENS = 6
 SAMPLING = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0, num_logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the decode side has got of one prompt: greedy tokens, and the bytes of each block."""
+    """The decode side's result for one prompt: greedy tokens, and the bytes of each block."""
 
     tokens: list[int]
     blocks: list[bytes]
@@ -69,7 +69,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the runner works. `make_copies` is of `stage`, or that rank; others have ordinary ones."""
+    """Settings of the runner.
+
+    `make_copies` is for stage (or rank) number `stage`; others have ordinary copies.
+    """
 
     prefill_chunk: int = 1000
     overlap: bool = True
@@ -88,7 +91,7 @@ class PrefillPart:
 
 
 class Receiving:
-    """A prompt's pages at the decode side. `grant` opens them."""
+    """A prompt's pages at the decode side, opened by `grant`."""
 
     def __init__(self, lab: "Lab", number: int, prompt: Sequence[int], tenant: str = "") -> None:
         self.ref = Ref(1, f"r{number}", 1)
@@ -109,7 +112,7 @@ class Receiving:
         await self._lab.decode.release(self.reservation.reservation_id)
 
     async def result(self) -> Result:
-        """Waits until it is there, decodes, releases."""
+        """Wait until the KVCache has arrived, decode the output, release the pages, and return the result."""
         async with asyncio.timeout(DEADLINE_S):
             answer = await self.answered
             assert isinstance(answer, Prefilled), answer
@@ -127,7 +130,7 @@ class Receiving:
 
 
 class Lab:
-    """Made by `prefill_lab`."""
+    """A prefill instance and its peers. `prefill_lab` makes it."""
 
     def __init__(
         self,
@@ -149,14 +152,14 @@ class Lab:
         self.parts: list[PrefillPart] = []
         self._num_prompts = self._num_links = 0
         self.num_taken_pages = 0
-        """of each stage's device, by the test"""
+        """The number of device pages of each stage that the test has allocated."""
         self._receiving: dict[Ref, Receiving] = {}
         self.answers: dict[Ref, list[Prefilled | WorkFailed]] = {}
         self.spans = RecordedSpans()
-        """of all stages; those of followers are not recorded"""
+        """The spans of all stages. Those of followers are not recorded."""
         self.runner: PrefillRunner
         self.stages: list[Stage] = []
-        """or ranks, of the runner"""
+        """The stages or ranks of the runner."""
 
     @property
     def prefill_nodes(self) -> list[Node]:
@@ -164,17 +167,17 @@ class Lab:
 
     @property
     def prefill_node(self) -> Node:
-        """Of the first stage."""
+        """The messenger of the first stage."""
         return self.parts[0].node
 
     @property
     def prefill(self) -> WorkerClient:
-        """Of the first stage."""
+        """The pool client of the first stage."""
         return self.parts[0].client
 
     @property
     def executor(self) -> Executor:
-        """Of the first stage."""
+        """The executor of the first stage."""
         return self.parts[0].executor
 
     def _executor(
@@ -235,7 +238,7 @@ class Lab:
         return node
 
     async def holder(self, transport: TransportChoice) -> tuple[Node, WorkerClient]:
-        """Another instance."""
+        """Start another instance's messenger, and return it with a pool client."""
         node = self._node("h", transport, KVCacheConfig(), NUM_PAGES, self.layout)
         return node, await self.connect(node)
 
@@ -247,36 +250,36 @@ class Lab:
 
     @contextlib.contextmanager
     def client(self, node: Node) -> Iterator[KVCachePool]:
-        """Its pool, for any other program."""
+        """Make a context with a client of a pool, as any other program would have it."""
         with KVCachePool.connect(f"unix:{node.socket_path}") as pool:
             yield pool
 
     def put(self, node: Node, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
-        """Its layers and heads of these blocks."""
+        """Store the layers and heads of these blocks that belong to the pool of `node`."""
         with self.client(node) as pool:
             pool.put(keys, [self.part_of(block, self._layout_of[node]) for block in blocks])
 
     def part_of(self, block: bytes, layout: KVLayout) -> bytes:
-        """Of a whole one."""
+        """Return the layers and heads of `layout` from a whole block."""
         shape = self.layout.num_layers, self.layout.num_kv_heads, self.layout.head_bytes
         whole = np.frombuffer(block, np.uint8).reshape(shape)
         layers, heads = layout.layers, layout.heads
         return whole[layers.start : layers.stop, heads.start : heads.stop].tobytes()
 
     def put_local(self, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
-        """Into all stages or ranks of the prefill instance."""
+        """Store these blocks in the pools of all stages or ranks of the prefill instance."""
         for node in self.prefill_nodes:
             self.put(node, keys, blocks)
 
     def clear(self, *nodes: Node) -> None:
-        """Nothing can be found in their pools."""
+        """Remove all blocks from these pools."""
         for node in nodes:
             with self.client(node) as pool:
                 pool.clear()
 
     @contextlib.asynccontextmanager
     async def running(self, setting: Setting) -> AsyncIterator[PrefillRunner]:
-        """A runner; after it, nothing is held on its device nor in any pool."""
+        """Make a context with a runner. At its end nothing may be held on its device or in any pool."""
 
         async def send(message: Prefilled | WorkFailed) -> None:
             self.answers.setdefault(message.ref, []).append(message)
@@ -368,7 +371,7 @@ class Lab:
         return PreviousStage(link.endpoint, b"stage#1", CLUSTER_KEY, hello, pools, DEADLINE_S)
 
     def computed_layers(self) -> list[int]:
-        """The list to which each layer is added when a stage computes it, from now on."""
+        """Return a list to which each layer is added when a stage computes it, from now on."""
         computed: list[int] = []
         for part in self.parts:
             forward = part.executor.model.forward_layer
@@ -389,7 +392,7 @@ class Lab:
                     return
 
     def source(self, holder: MessengerAddress, num_blocks: int) -> PrefixSource:
-        """A pool that is believed to have so many."""
+        """Return the prefix source of an order: a pool that is expected to have `num_blocks` blocks."""
         return PrefixSource((PoolShard(holder, self.layout),), num_blocks)
 
     async def order(
@@ -399,7 +402,7 @@ class Lab:
         time_left_s: float | None = None,
         tenant: str = "",
     ) -> Receiving:
-        """Reserves at the decode side and gives the order."""
+        """Reserve a prompt's pages at the decode side, and order its prefill."""
         self._num_prompts += 1
         receiving = Receiving(self, self._num_prompts, prompt, tenant)
         self._receiving[receiving.ref] = receiving
@@ -411,14 +414,20 @@ class Lab:
     async def results(
         self, setting: Setting, prompts: Sequence[Sequence[int]], source: PrefixSource | None = None
     ) -> list[Result]:
-        """All prompts at once; the decode side has none of them."""
+        """Prefill all prompts at the same time, and return the results.
+
+        The decode side has none of their blocks.
+        """
         self.clear(self.decode_node)
         async with self.running(setting):
             ordered = [await self.order(prompt, source) for prompt in prompts]
             return [await receiving.result() for receiving in ordered]
 
     def plain(self, prompt: Sequence[int]) -> Result:
-        """What every way to it must give: computed whole, by one model, without any pool."""
+        """Return the result that every kind of prefill must give.
+
+        It is computed whole, by one model, without pools.
+        """
         tokens, kv, model = list(prompt), self._decoder.kv, self._decoder.model
         num_blocks = -(-len(prompt) // BLOCK_SIZE)
         pages = kv.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
@@ -440,7 +449,7 @@ class Lab:
         return Result(answer[len(prompt) :], blocks, 0)
 
     def continue_greedily(self, prompt: Sequence[int], first_token: int, pool_pages: list[int]) -> list[int]:
-        """The first token and those after it, from the KVCache at the decode side."""
+        """Return the output tokens, the first one included, decoded from the KVCache at the decode side."""
         kv = self._decoder.kv
         device_pages = kv.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
         try:
@@ -453,14 +462,14 @@ class Lab:
             kv.free(device_pages)
 
     def _continue(self, tokens: list[int], device_pages: list[int]) -> list[int]:
-        """All output tokens, behind those and the first one, of which there is no KVCache yet."""
+        """Return all output tokens. `tokens` are the prompt and the first token, which has no KVCache yet."""
         for _ in range(NUM_OUTPUT_TOKENS - 1):
             batch = self._decoder.prepare([Chunk(tokens[-1:], len(tokens) - 1, device_pages)])
             tokens = tokens + self._decoder.decode(batch, Draws([Row(SAMPLING, len(tokens))])).tokens
         return tokens
 
     def without_rest(self, block: bytes, num_tokens: int) -> bytes:
-        """Zeros behind its tokens, where there may be anything."""
+        """Return a block with zeros behind its tokens, where any bytes may be."""
         values = np.frombuffer(block, np.float32).reshape(-1, BLOCK_SIZE, self.layout.head_dim).copy()
         values[:, num_tokens:] = 0
         return values.tobytes()
@@ -468,7 +477,7 @@ class Lab:
 
 @contextlib.contextmanager
 def endless_patience() -> Iterator[None]:
-    """The clock by which holders of prefixes are given up stands still, however slow the machine is."""
+    """Make a context in which holders of prefixes are never given up, however slow the machine is."""
     with mock.patch.object(prefix_fetch, "time", SimpleNamespace(monotonic=lambda: 0.0)):
         yield
 
@@ -485,7 +494,7 @@ async def prefill_lab(
     num_device_pages: int = NUM_PAGES,
     layer_window: int | None = None,
 ) -> AsyncIterator[Lab]:
-    """Starts the messengers of both sides; ends them, and all others that the test has started."""
+    """Make a context with the messengers of both sides. All messengers that the test starts end with it."""
     with contextlib.ExitStack() as nodes:
         lab = Lab(model, folder, nodes, num_device_pages, layer_window)
         await lab.start(transport, kvcache or KVCacheConfig(), num_pages, num_stages, num_ranks)
@@ -495,11 +504,11 @@ async def prefill_lab(
 
 
 StartLab = Callable[..., contextlib.AbstractAsyncContextManager[Lab]]
-"""`prefill_lab` of some model in some folder."""
+"""The type of a function that makes a `prefill_lab` of some model in some folder."""
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """For what another process does and does not announce."""
+    """Poll until `condition` is true, for a state that another process reaches without a message."""
     end_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end_s, what

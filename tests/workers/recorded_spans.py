@@ -1,4 +1,4 @@
-"""Keeps the spans that instances record: every request of a lab is traced."""
+"""A recorder of the spans of instances. Every request of a lab is traced."""
 
 from mooncake.messages.requests import SpanContext
 from mooncake.tracing.spans import EndedSpan
@@ -7,7 +7,7 @@ SPAN = SpanContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
 
 class RecordedSpans:
-    """In place of a `Tracer`."""
+    """A replacement of a `Tracer` that keeps the spans."""
 
     def __init__(self) -> None:
         self.all: list[EndedSpan] = []
@@ -17,21 +17,21 @@ class RecordedSpans:
         self.all.append(work)
 
     def of(self, instance: str, request_id: str) -> EndedSpan:
-        """The only span of a request at an instance."""
+        """Return the only span of a request at an instance."""
         wanted = {"mooncake.instance": instance, "mooncake.request_id": request_id}
         [span] = [span for span in self.all if span.attributes.items() >= wanted.items()]
         return span
 
 
 def steps(span: EndedSpan) -> list[str]:
-    """Names of the parts, in order of time. Each lies within the span."""
+    """Return the names of a span's parts, in order of time. Each part must lie within the span."""
     assert all(span.began_s <= part.began_s <= part.ended_s <= span.ended_s for part in span.parts), span
     parts = sorted(span.parts, key=lambda part: (part.began_s, part.ended_s))
     return [part.name.removeprefix(f"{span.name}.") for part in parts]
 
 
 def total(span: EndedSpan, step: str, attribute: str) -> int:
-    """Of all parts of this name."""
+    """Return the sum of an attribute over all parts with the name `step`."""
     numbers = [
         part.attributes[f"mooncake.{attribute}"] for part in span.parts if part.name.endswith(f".{step}")
     ]
@@ -40,5 +40,5 @@ def total(span: EndedSpan, step: str, attribute: str) -> int:
 
 
 def errors(span: EndedSpan) -> dict[str, str]:
-    """Errors of the parts that have failed, by name."""
+    """Return the errors of the parts that have failed, by name."""
     return {part.name.removeprefix(f"{span.name}."): part.error for part in span.parts if part.error}

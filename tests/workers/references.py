@@ -1,4 +1,4 @@
-"""Random prompts, and what transformers answers to them."""
+"""Random prompts, and the tokens that transformers computes behind them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 def greedy_tokens(
     model: transformers.PreTrainedModel, prompt: Sequence[int], num_tokens: int, **wishes: object
 ) -> list[int]:
-    """The tokens behind the prompt; `wishes` are those of `generate`."""
+    """Return the tokens that follow a prompt. `wishes` are arguments of transformers' `generate`."""
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt]),

@@ -9,7 +9,7 @@ SMALL = Setup(model="llama-3.1-8b", num_gpus=1, num_prefill=2, num_decode=2, poo
 
 
 def conversations(num_requests: int, rate_per_s: float, seed: int) -> list[TraceRequest]:
-    """Half of the requests go on with the prompt of an earlier one."""
+    """Return requests of which half continue the prompt of an earlier request."""
     rng = random.Random(seed)
     next_id, arrival_s = 0, 0.0
     load: list[TraceRequest] = []

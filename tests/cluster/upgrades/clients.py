@@ -1,4 +1,4 @@
-"""Clients that ask a cluster for the same answers again and again, whatever happens to its nodes."""
+"""Clients that ask a cluster for the same answers again and again, while its nodes are replaced."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ DRAWN = {"temperature": 0.8, "top_k": 20, "seed": 5}
 
 
 class Clients:
-    """One client for each prompt. Use as a context manager, at whose end all answers were right."""
+    """One client for each prompt. Use as a context manager; at its end all answers must have been right."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -24,7 +24,7 @@ class Clients:
         self._num_answers = [0] * len(PROMPTS)
 
     def __enter__(self) -> "Clients":
-        """Return when each has had its answer once, from a quiet cluster, and goes on asking."""
+        """Get each client's answer once, from an undisturbed cluster, and start the clients."""
         self._expected = [self._ask(index, None) for index in range(len(PROMPTS))]
         self._threads = ThreadPoolExecutor(len(PROMPTS))
         self._clients = [self._threads.submit(self._keep_asking, index) for index in range(len(PROMPTS))]
@@ -37,7 +37,7 @@ class Clients:
             client.result()
 
     def _ask(self, index: int, salt: str | None) -> str:
-        """The text of an answer. A salt makes the blocks of its prompt new ones."""
+        """Return the text of one answer. With a new `salt` no block of the prompt is cached."""
         fields: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
         if index % 2:
             fields |= DRAWN
@@ -57,7 +57,7 @@ class Clients:
             self._num_answers[index] += 1
 
     def wait_for_more(self) -> None:
-        """Wait until each has two more answers, the first of which may have begun before."""
+        """Wait until each client has two more answers. The first may be to a request that was sent before."""
         goals = [num + 2 for num in self._num_answers]
         self.wait_until(
             lambda: all(now >= goal for now, goal in zip(self._num_answers, goals, strict=True)),
@@ -65,7 +65,7 @@ class Clients:
         )
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for what the answers bring about. Raises the error of a client that has not been answered."""
+        """Wait until `condition` is true. Raises the error of a client that has failed."""
 
         def is_met() -> bool:
             for client in self._clients:

@@ -28,12 +28,12 @@ ROLES = {
     "d0": "decode",
     "d1": "decode",
 }
-"""The nodes by name: two of each kind."""
+"""The nodes with their roles, two of each."""
 INSTANCES = tuple(name for name, role in ROLES.items() if role in ("prefill", "decode"))
 
 
 class Cluster:
-    """All nodes are of the last release at first. Use as a context manager."""
+    """A cluster whose nodes are all of the last release at first. Use as a context manager."""
 
     def __init__(self, model: Path, folder: Path, etcd: EtcdServer, release: LastRelease) -> None:
         ClusterKey.generate().save(folder / "key")
@@ -70,7 +70,7 @@ class Cluster:
         self._stack.close()
 
     def node_flags(self, name: str) -> list[str]:
-        """The flags of a node, apart from its port."""
+        """Return the flags of a node, except for its port."""
         flags = [f"--role={ROLES[name]}", *self._flags]
         if name in INSTANCES:
             flags.append(f"--instance={name}")
@@ -94,7 +94,7 @@ class Cluster:
             self._balancer.add(server)
 
     def replace(self, name: str, *, is_old: bool = False) -> None:
-        """End a node as an operator does, and start it as one of this tree or of the last release."""
+        """End a node as an operator does, and start it again from this tree or from the last release."""
         server = self._nodes[name]
         if ROLES[name] == "front":
             self._balancer.remove(server)
@@ -103,11 +103,11 @@ class Cluster:
         self._start(name, is_old=is_old)
 
     def asked(self) -> contextlib.AbstractContextManager[Server]:
-        """A front that takes a request, until the block ends."""
+        """Return a context with a front to which the load balancer sends one request."""
         return self._balancer.asked()
 
     def leader(self) -> Server:
-        """Wait until a Conductor leads and has pairs."""
+        """Wait until a Conductor leads and has pairs, and return it."""
         found: list[Server] = []
 
         def leads() -> bool:
@@ -119,20 +119,20 @@ class Cluster:
         return found[0]
 
     def num_instances(self) -> float:
-        """The instances that the leader has."""
+        """Return the number of instances that are registered at the leader."""
         return sum(metric(self.leader(), "mooncake_instances", role=role) for role in ("prefill", "decode"))
 
     def has_transferred(self, name: str) -> bool:
-        """Whether an instance has exchanged KVCache with others since it was started."""
+        """Return whether an instance has exchanged KVCache with others since it was started."""
         [transfers] = samples(self.leader(), "mooncake_transfer_bytes_total")
         return any(num for labels, num in transfers.items() if f'instance="{name}"' in labels)
 
     def num_moved(self) -> float:
-        """Requests that have moved by order."""
+        """Return the number of requests that an operator's orders have moved."""
         return metric(self.leader(), "mooncake_migrations_total", reason="by_hand", outcome="moved")
 
     def order_moves(self) -> None:
-        """Order all running requests to other decode instances; some end before."""
+        """Order all running requests to move to other decode instances. Some may end before."""
         url = self.leader().url
         for request in HTTP.get(f"{url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]:
             if not request["is_over"]:
@@ -143,7 +143,7 @@ class Cluster:
 
 
 class _Balancer:
-    """Gives each request to the next front."""
+    """A load balancer that gives each request to the next front."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -156,7 +156,7 @@ class _Balancer:
             self._fronts.append(front)
 
     def remove(self, front: Server) -> None:
-        """Give it no more requests, and wait until those that it has are answered."""
+        """Give a front no more requests, and wait until its requests are answered."""
         with self._changed:
             self._fronts.remove(front)
             assert self._changed.wait_for(lambda: not self._num_asked[front], DEADLINE_S)

@@ -1,7 +1,8 @@
-"""Forks nodes with slowed workers, of the tree in which it runs: `python host.py SOCKET`, with the tree as
-`PYTHONPATH`.
+"""A program that forks nodes with slowed workers, from the source tree in `PYTHONPATH`.
 
-It is a script of this release that uses nothing but the tests' harness of the other one.
+    python host.py SOCKET
+
+The script belongs to this release. From the other release's tree it uses only the tests' harness.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Nodes of the last release, from a checkout of their own, beside those of this tree."""
+"""Nodes of the last release, from a checkout of their own, in one cluster with nodes of this tree."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from tests.deadline import DEADLINE_S
 
 
 class LastRelease:
-    """A checkout of the last release, and a process there that forks nodes."""
+    """A checkout of the last release, and a process of it that forks nodes."""
 
     def __init__(self, tree: Path, connection: "Connection") -> None:
         self.tree = tree
@@ -28,7 +28,7 @@ class LastRelease:
         self._lock = threading.Lock()
 
     def ask(self, *question: object) -> int | None:
-        """The answer of the process."""
+        """Send a question to the process, and return its answer."""
         with self._lock:
             self._connection.send(question)
             answer: int | None = self._connection.recv()
@@ -36,7 +36,7 @@ class LastRelease:
 
 
 class OldNode:
-    """A node's process, as far as `Server` uses `subprocess.Popen`."""
+    """A node's process, with the part of `subprocess.Popen` that `Server` uses."""
 
     def __init__(
         self, release: LastRelease, arguments: list[str], environ: dict[str, str], output: int
@@ -71,7 +71,7 @@ class OldNode:
 
 
 class OldServer(ForkedServer):
-    """As `ForkedServer`, of the last release."""
+    """A `ForkedServer` of the last release."""
 
     def __init__(
         self, release: LastRelease, *arguments: str, run_dir: Path, until: str = "^ready in"
@@ -85,7 +85,10 @@ class OldServer(ForkedServer):
 
 @contextlib.contextmanager
 def checked_out(folder: Path) -> Iterator[LastRelease]:
-    """Check the last release out to `folder`, and start its process. Skips the test without its commit."""
+    """Make a context with a checkout of the last release in `folder`, and its process.
+
+    Skips the test if the repository lacks the commit; in CI the test fails.
+    """
     commit, tree = recorded().commit, folder / "tree"
     tree.mkdir()
     git = ["git", "-C", str(ROOT)]

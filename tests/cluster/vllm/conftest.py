@@ -1,4 +1,4 @@
-"""vLLM for CPUs, installed once; a tiny model; a pool that is there."""
+"""Fixtures for tests with vLLM for CPUs: its installation, a tiny model, a running pool."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ def _vllm() -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tiny random model."""
+    """Return the directory of a tiny random model."""
     directory = tmp_path_factory.mktemp("model") / "tiny"
     tiny_model("qwen3", directory, max_position_embeddings=2048)
     return directory

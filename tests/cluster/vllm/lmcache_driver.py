@@ -1,4 +1,4 @@
-"""Drives our plugin as LMCache does, with LMCache's own factory, keys, objects and event descriptors.
+"""A program that drives our plugin as LMCache does, with LMCache's own factory, keys, objects and events.
 
     python lmcache_driver.py      (calls on stdin, answers on stdout, one JSON line each)
 
@@ -24,7 +24,7 @@ DEADLINE_MS = 60_000
 
 
 def object_of(seed: int | None) -> Any:
-    """An object with random bytes, or with zeros."""
+    """Return an object with random bytes; with zeros if `seed` is None."""
     raw = torch.zeros(NUM_BYTES, dtype=torch.uint8)
     if seed is not None:
         raw.random_(0, 256, generator=torch.Generator().manual_seed(seed))
@@ -63,7 +63,10 @@ class Driver:
         return list(bitmap.get_indices_list())
 
     def load(self, numbers: list[int], salt: str = "") -> list[int]:
-        """The positions of the objects that were loaded, each as it was stored."""
+        """Load objects, and return the positions of those that were loaded.
+
+        Their bytes must be those stored.
+        """
         objects = [object_of(None) for _ in numbers]
         task = self.adapter.submit_load_task(keys_of(numbers, salt), objects)
         wait(self.adapter.get_load_event_fd())

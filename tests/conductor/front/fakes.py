@@ -1,7 +1,7 @@
 """A tokenizer whose tokens are bytes, and a cluster that does what a test tells it.
 
-The front under test runs with its fake cluster in an event loop of its own, in a thread; the test is a plain
-client.
+The front under test runs with its fake cluster in an event loop of its own, in a thread. The test is an
+ordinary client.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ CLUSTER_KEY = ClusterKey.generate()
 
 
 class ByteTokenizer:
-    """Token `i` below 256 is byte `i`; 256 ends a text."""
+    """A tokenizer in which token `i` below 256 is byte `i`. Token 256 ends a text."""
 
     def __init__(self) -> None:
         self.vocab_size = 257
@@ -129,7 +129,7 @@ def byte_model(context_len: int = 1000, block_size: int = 16) -> ServedModel:
 
 
 def byte_backend() -> tokenizers.Tokenizer:
-    """`ByteTokenizer` for who needs Hugging Face's."""
+    """Return a tokenizer like `ByteTokenizer` for code that needs one of Hugging Face's."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_level_characters())}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -139,7 +139,7 @@ def byte_backend() -> tokenizers.Tokenizer:
 
 
 def _byte_level_characters() -> list[str]:
-    """GPT-2's, in the order of their bytes."""
+    """Return the characters by which GPT-2's tokenizer represents bytes, in the order of bytes."""
     others = iter(range(256, 512))
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -149,7 +149,7 @@ Behaviour = Callable[["FakeCluster", Request], Awaitable[None]]
 
 
 ONLY_INSTANCE = InstanceStatus("d0", Role.DECODE, InstanceState.DRAINING, 3, num_moved=2)
-"""The instance that the fake Conductor knows. It obeys what is forced."""
+"""The only instance that the fake Conductor knows. It obeys orders that are forced."""
 
 
 async def answer_hello(cluster: "FakeCluster", request: Request) -> None:
@@ -157,7 +157,10 @@ async def answer_hello(cluster: "FakeCluster", request: Request) -> None:
 
 
 class FakeCluster:
-    """Conductor and worker in one. `behaviour` handles each request; `submitted` and `cancelled` record."""
+    """Conductor and worker in one. `behaviour` handles each request.
+
+    `submitted` and `cancelled` record the requests that came and that were cancelled.
+    """
 
     def __init__(self, control_endpoint: str) -> None:
         self._gate = Gate(CLUSTER_KEY, zmq.ROUTER)
@@ -180,14 +183,17 @@ class FakeCluster:
         self.num_hellos = 0
         self.submitted: list[Request] = []
         self.claims: list[QuotaClaim | None] = []
-        """With each of these requests."""
+        """The quota claims of the submitted requests."""
         self.resumed: list[Request] = []
         self.cancelled: list[str] = []
         self.unknown: set[str] = set()
-        """requests that it says it does not have"""
+        """Requests that the fake Conductor says it does not know."""
         self.continued: list[Request] = []
         self.attempts_to_replace: list[int | None] = []
-        """of each in `continued`: the attempt of which tokens came that others should have come before"""
+        """The attempts that `Continue` messages named, one for each request in `continued`.
+
+        The front has got tokens of such an attempt, but not the tokens before them.
+        """
         self.migrates: list[Migrate] = []
         self.orders: list[Drain | ChangeRole | MoveModules] = []
         self.contexts: list[KeepContext | DropContext] = []
@@ -268,7 +274,7 @@ class FakeCluster:
         attempt: int = 1,
         num_cached_tokens: int = 16,
     ) -> None:
-        """One Tokens message, as a worker sends it. A logprob is minus the token's id."""
+        """Send one `Tokens` message for a request, as a worker does. A logprob is minus the token's id."""
         ref = Ref(epoch=1, request_id=request.request_id, attempt=attempt)
         output = TokenOutput(ref, position, list(token_ids), num_cached_tokens, finish)
         num_top = request.sampling.num_logprobs
@@ -279,7 +285,7 @@ class FakeCluster:
         await self.send_step(request.reply_to, [output])
 
     async def send_step(self, reply_to: str, outputs: list[TokenOutput]) -> None:
-        """One Tokens message of several requests."""
+        """Send one `Tokens` message with outputs of several requests."""
         worker = self._workers.get(reply_to)
         if worker is None:
             worker = self._workers[reply_to] = self._context.socket(zmq.DEALER)
@@ -290,7 +296,10 @@ class FakeCluster:
         await worker.send_multipart([message[start : start + LARGEST_FRAME_BYTES] for start in starts])
 
     async def say(self, request: Request, text: str, *, end: bool = False, step: int = 1) -> None:
-        """`text` in messages of `step` tokens, then the end token or, without `end`, LENGTH with the last."""
+        """Send `text` in messages of `step` tokens.
+
+        With `end` an end token follows, otherwise the limit ends it.
+        """
         token_ids = [*text.encode(), EOS] if end else list(text.encode())
         last = FinishReason.STOP if end else FinishReason.LENGTH
         for start in range(0, len(token_ids), step):
@@ -298,19 +307,22 @@ class FakeCluster:
             await self.send_tokens(request, token_ids[start : start + step], start, finish)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """From the test's thread. The condition is looked at after each message to the cluster."""
+        """Wait, in the test's thread, until `condition` is true.
+
+        It is checked after each message to the cluster.
+        """
         with self._changed:
             assert self._changed.wait_for(condition, DEADLINE_S), "it did not happen within the deadline"
 
 
 def conductor_peer(control_endpoint: str, leaders: Leaders | None = None) -> ConductorDealer[FromConductor]:
-    """What a front in a process of its own has. Needs a running event loop."""
+    """Return a connection to the Conductor, like that of a front. Needs a running event loop."""
     leaders = leaders or Leaders(Leader(control_endpoint))
     return ConductorDealer(leaders, peer_identity("front", 1), FromConductor, CLUSTER_KEY)
 
 
 class Running:
-    """A front that serves, and its cluster."""
+    """A running front, and its fake cluster."""
 
     def __init__(
         self, cluster: FakeCluster, url: str, registry: CollectorRegistry, model: ServedModel
@@ -319,7 +331,10 @@ class Running:
         self.address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
 
     def publish(self, state: ClusterState) -> None:
-        """The cluster changes, and the front shows it. Sizes alone are not shown: change a number as well."""
+        """Change the cluster's state, and wait until the front shows it.
+
+        At least one number of instances must change, because the front does not show the sizes.
+        """
         expected = (state.num_prefill, state.num_decode)
         cluster = self.cluster
         cluster.state = state
@@ -348,10 +363,10 @@ def running_front(
     tracer: Tracer | None = None,
     **config: Any,
 ) -> Iterator[Running]:
-    """A front on a free port of the loopback, until the block ends. `display`: of a Conductor beside it.
+    """Make a context with a front on a free port of the loopback interface.
 
-    `new_event_loop`: by default of the product's kind. `send_buffer_bytes`: the kernel's for each connection,
-    by default megabytes.
+    `display` is that of a Conductor in the same process. `send_buffer_bytes` is the size of the kernel's
+    buffer of each connection; None for its default of some MB.
     """
     listener = listen("127.0.0.1", 0)
     if send_buffer_bytes is not None:
@@ -418,7 +433,7 @@ def running_front(
 
 
 def raw_request(address: tuple[str, int], path: str, body: bytes) -> socket.socket:
-    """A connection with a POST sent on it."""
+    """Return a connection on which a POST was sent."""
     connection = socket.create_connection(address, timeout=DEADLINE_S)
     head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)

@@ -14,7 +14,7 @@ PROGRAM = "from conductor.picker.cli import main; main()"
 
 
 class Running:
-    """A picker that listens."""
+    """A picker that is listening."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -22,7 +22,10 @@ class Running:
         self._process, self._is_told = process, False
 
     def tell_to_end(self) -> None:
-        """Idempotent: a second signal could meet a Python that has none of its handlers any more."""
+        """Tell the picker to end.
+
+        Idempotent, because Python has removed its handlers before a second signal.
+        """
         if not self._is_told:
             self._process.send_signal(signal.SIGTERM)
         self._is_told = True
@@ -30,7 +33,7 @@ class Running:
 
 @contextlib.contextmanager
 def picker(*arguments: str) -> Iterator[Running]:
-    """It must end with status 0."""
+    """Make a context with a picker, which must end with status 0."""
     command = [sys.executable, "-c", PROGRAM, "--listen", "127.0.0.1:0", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,4 +1,4 @@
-"""Fronts that only say whether they are ready, and answer requests with a status and their own address."""
+"""Fake fronts that answer `/ready`, and answer requests with a status and their own address."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 
 class StubFront:
-    """A front at an address of this host. `ready_status` and `status` can be changed while it serves."""
+    """A fake front at an address of this host. `ready_status` and `status` can be changed while it serves."""
 
     def __init__(self, host: str) -> None:
         self.ready_status = self.status = 200

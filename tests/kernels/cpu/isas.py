@@ -1,4 +1,4 @@
-"""The instruction sets that this machine's processor can run: every test of the kernels runs on each."""
+"""The instruction sets that this machine's processor has. Every test of the kernels runs on each of them."""
 
 from pathlib import Path
 
@@ -14,10 +14,13 @@ on_every_isa = pytest.mark.parametrize("isa", SUPPORTED, ids=lambda isa: isa.val
 
 
 def library_of(isa: Isa) -> Library:
-    """Compiled once a machine. Fails without a compiler: then nothing here would be tested."""
+    """Return the compiled library, which is compiled once on each machine.
+
+    The test fails without a compiler, because otherwise nothing here would be tested.
+    """
     return load_library(isa)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Normally distributed."""
+    """Return normally distributed random numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -1,9 +1,10 @@
-"""Compiles the kernels for Hopper, as their wrappers would launch them, on a machine without a GPU.
+"""A program that compiles the kernels for Hopper on a machine without a GPU, as their wrappers launch them.
 
     python -m tests.kernels.cuda.compiling
 
-Prints a JSON object a line: kernel, what it was for, registers and bytes of stack of a thread, bytes of
-shared memory, and which instructions for matrix products it has. Not under TRITON_INTERPRET.
+It prints a JSON object for each kernel: its name, its parameters, registers and stack bytes of a thread,
+bytes of shared memory, and the kinds of matrix instructions that it has. It cannot be used with
+TRITON_INTERPRET.
 """
 
 import json
@@ -47,7 +48,7 @@ _CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 class Compiler:
-    """Takes the place of `JITFunction.run`: compiles instead of launching."""
+    """A replacement of `JITFunction.run` that compiles instead of launching."""
 
     def __init__(self) -> None:
         self.case = ""
@@ -88,7 +89,7 @@ class Compiler:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack of one thread, of a file's only kernel."""
+    """Return the registers and stack bytes of a thread, for the only kernel of a cubin file."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

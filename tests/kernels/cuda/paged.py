@@ -1,4 +1,4 @@
-"""Sequences whose keys and values lie in pages out of order, for the tests of attention."""
+"""Sequences whose keys and values are in pages out of order, for the tests of attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ NUM_KV_HEADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A batch as the kernels take it; `query` is a part of a larger matrix, as in the engine."""
+    """A batch in the form that the kernels take. `query` is a part of a larger matrix, as in the engine."""
 
     query: torch.Tensor
     kv_layer: torch.Tensor
@@ -23,7 +23,7 @@ class Paged:
 
     @property
     def all(self) -> Spans:
-        """For the reference, which takes spans of any length."""
+        """The spans of the batch for the reference, which takes spans of any length."""
         return Spans(torch.cat((self.decode.table, self.prefill.table)), self.decode.pages)
 
     @property
@@ -34,7 +34,10 @@ class Paged:
 def plan(
     sequences: Sequence[tuple[int, int]], page_size: int, tile_tokens: int, seed: int = 0
 ) -> tuple[SpanPlan, int]:
-    """Plan of (new tokens, tokens in all) of each sequence, over so many pages in random order."""
+    """Return the plan of a batch over pages in random order, and the number of pages.
+
+    `sequences` has for each sequence the number of new tokens and of all tokens.
+    """
     kv_lens = [kv_len for _, kv_len in sequences]
     num_used = [-(-kv_len // page_size) for kv_len in kv_lens]
     num_pages = sum(num_used) + 3
@@ -54,7 +57,10 @@ def paged(
     page_size: int,
     tile_tokens: int,
 ) -> Paged:
-    """Random queries, keys and values; what lies in pages behind the last tokens, or is nobody's, is NaN."""
+    """Return a batch with random queries, keys and values.
+
+    Page contents behind the last tokens, and pages that belong to no sequence, are NaN.
+    """
     generator = torch.Generator().manual_seed(1)
     spans, num_pages = plan(sequences, page_size, tile_tokens)
     kv_layer = torch.full((num_pages, NUM_KV_HEADS, 2, page_size, head_dim), float("nan"))

@@ -1,6 +1,6 @@
-"""An engine as vLLM is to the connector, small enough for unit tests: requests, pages, steps.
+"""A small engine that uses the connector as vLLM does: requests, pages, steps.
 
-The KVCache of a token is drawn from all tokens up to it, so a page holds what it should or it does not.
+The KVCache of a token depends on all tokens up to it, so a test can check the content of each page.
 """
 
 import itertools
@@ -20,13 +20,13 @@ from mooncake.messages.blocks import DTYPE_BYTES, KVLayout
 from tests.deadline import DEADLINE_S
 
 STEP_S = 0.001
-"""of steps that wait for a pool: those of an engine take longer"""
+"""The seconds of a step that waits for a pool. Steps of a real engine take longer."""
 _numbers = itertools.count()
 
 
 @dataclass
 class Request:
-    """What the connector reads of a request of vLLM."""
+    """A request with the fields that the connector reads of vLLM's requests."""
 
     all_token_ids: list[int]
     cache_salt: str | None = None
@@ -44,21 +44,21 @@ class Request:
 
 @dataclass
 class Link:
-    """A pool that is there, or is not."""
+    """A pool that can be present or absent."""
 
     pool: KVCachePool | None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many tokens a request found, and how many of them could not be loaded."""
+    """The number of tokens that a request found, and the number of those that could not be loaded."""
 
     num_matched: int
     num_missing: int
 
 
 def transposed_keys(layout: KVLayout, page_tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """An order with the keys of a head as `[head_dim, token]`, as vLLM has them on CPUs."""
+    """Return an order of elements in which the keys of a head are `[head_dim, token]`, as in vLLM on CPUs."""
     shape = (layout.num_kv_heads, 2, page_tokens, layout.head_dim)
     places = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     keys = places[:, 0].reshape(layout.num_kv_heads, layout.head_dim, page_tokens)
@@ -67,7 +67,7 @@ def transposed_keys(layout: KVLayout, page_tokens: int) -> np.ndarray[Any, np.dt
 
 
 class Engine:
-    """One engine with pages of `page_tokens`, which computes one request after the other."""
+    """One engine with pages of `page_tokens` tokens, which computes one request after the other."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class Engine:
         self.scheduler.close()
 
     def run(self, request: Request, num_local_tokens: int = 0, chunk: int = 10**9) -> Outcome:
-        """Compute a request's tokens, in steps of `chunk`, and give its pages back.
+        """Compute a request's tokens in steps of `chunk`, and free its pages.
 
-        `num_local_tokens` are those that the engine's own cache has.
+        The engine's own cache has the first `num_local_tokens` tokens.
         """
         num_matched = self.match(request, num_local_tokens)
         pages = [self._free.pop() for _ in range(-(-request.num_tokens // self.page_tokens))]
@@ -116,7 +116,7 @@ class Engine:
         return Outcome(num_matched, missing)
 
     def finish(self, request: Request, pages: list[int], *, needs_pages: bool = False) -> None:
-        """End a request, and run steps until its pages may be given back."""
+        """End a request, and run steps until its pages may be freed."""
         end_s = time.monotonic() + DEADLINE_S
         is_kept = self.scheduler.finished(request.request_id, len(pages))
         if is_kept and needs_pages:
@@ -130,7 +130,7 @@ class Engine:
         self._free += reversed(pages)
 
     def empty_step(self, preempted: Sequence[str] = ()) -> set[str]:
-        """Run a step that computes nothing; the finished requests that are stored."""
+        """Run a step that computes nothing. Returns the finished requests whose stores have ended."""
         plan = self.scheduler.plan({}, lambda _: [], preempted)
         self.worker.preempt(plan.preempted)
         self.worker.begin_step(plan)
@@ -138,7 +138,7 @@ class Engine:
         return self.worker.take_stored()
 
     def match(self, request: Request, num_local_tokens: int = 0) -> int:
-        """Ask until there is an answer."""
+        """Ask the connector for the number of tokens in the pool, until it answers."""
         end_s = time.monotonic() + DEADLINE_S
         while (num_matched := self.scheduler.num_new_matched(request, num_local_tokens)) is None:
             assert time.monotonic() < end_s
@@ -146,7 +146,10 @@ class Engine:
         return num_matched
 
     def load(self, request: Request, pages: list[int], num_tokens: int) -> int:
-        """Run a step that begins to load, and others until it has ended; how many tokens are missing."""
+        """Run a step that begins to load, and further ones until the load has ended.
+
+        Returns how many tokens are missing.
+        """
         self.worker.begin_step(self.scheduler.plan({}, lambda _: []))
         end_s = time.monotonic() + DEADLINE_S
         while request.request_id not in (ended := self.worker.take_loaded()):
@@ -159,7 +162,7 @@ class Engine:
         return max(0, num_tokens - first * self.page_tokens)
 
     def step(self, request: Request, pages: list[int], num_tokens: int) -> None:
-        """Compute and store."""
+        """Run a step that computes and stores tokens."""
         plan = self.scheduler.plan({request.request_id: num_tokens}, lambda _: pages)
         self.worker.begin_step(plan)
         tokens = range(request.num_computed_tokens, request.num_computed_tokens + num_tokens)
@@ -169,7 +172,7 @@ class Engine:
         request.num_computed_tokens += num_tokens
 
     def compute(self, request: Request, pages: list[int], tokens: range) -> None:
-        """Write the KVCache of `tokens`."""
+        """Write the KVCache of `tokens` into pages."""
         for token in tokens:
             page, slot = pages[token // self.page_tokens], token % self.page_tokens
             values = self.kv_of(request, token)
@@ -183,7 +186,7 @@ class Engine:
             assert np.array_equal(found, self.kv_of(request, token)), f"token {token}"
 
     def kv_of(self, request: Request, token: int) -> np.ndarray[Any, Any]:
-        """What a model would compute: `[layer, kv_head, 2, head_dim]`."""
+        """Return the KVCache of one token, as a model would compute it: `[layer, kv_head, 2, head_dim]`."""
         seed = xxhash.xxh3_64_intdigest(np.asarray(request.all_token_ids[: token + 1], "<u4").tobytes())
         shape = (self.layout.num_layers, self.layout.num_kv_heads, 2, self.layout.head_dim)
         return np.random.default_rng(seed).integers(1, 60000, shape, self.pages.dtype)

@@ -1,4 +1,4 @@
-"""Small queues for publishers: what a peer does not read is soon too much."""
+"""A fixture that makes the queues of publishers small, so that an unread queue is soon full."""
 
 import pytest
 

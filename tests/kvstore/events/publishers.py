@@ -1,4 +1,4 @@
-"""Publishers on the loopback. Their subscribers are written as others would write them."""
+"""Publishers of KV events on the loopback interface, and subscribers as other programs would write them."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ async def running(*publishers: Publisher) -> AsyncIterator[None]:
 def connected(
     kind: int, endpoint: str, rcvhwm: int = 10_000, key: ClusterKey | None = None
 ) -> Iterator[zmq.asyncio.Socket]:
-    """`key` for internal events."""
+    """Make a context with a connected socket. Internal events need a `key`."""
     socket = zmq.asyncio.Context.instance().socket(kind)
     if key is not None:
         use_key(socket, key)
@@ -60,7 +60,7 @@ def connected(
 
 
 class FakePool:
-    """What the pool is to a log: it reports each change, and can say what it holds."""
+    """A fake pool that reports each change to an event log, and can list what it holds."""
 
     def __init__(self, capacity_batches: int = 100) -> None:
         self.log = EventLog(capacity_batches)
@@ -79,7 +79,7 @@ class FakePool:
             yield tier, [key for held_tier, key in self.held if held_tier is tier]
 
     def store_batches(self, num_batches: int) -> None:
-        """As many sealed batches, each of one event."""
+        """Seal this number of batches of one event each."""
         for number in range(num_batches):
             self.flip(DRAM, KEYS[number % len(KEYS)])
             self.log.seal()
@@ -99,7 +99,10 @@ def internal(pool: FakePool, path: Path, flush_interval_s: float = 0.001) -> Int
 
 
 def with_large_snapshot(pool: FakePool, path: Path, num_parts: int) -> InternalPublisher:
-    """Its snapshots have parts of 180 KB: a few are more than sockets buffer."""
+    """Return a publisher whose snapshots have `num_parts` parts of 180 KB.
+
+    A few of them fill socket buffers.
+    """
     keys = [number.to_bytes(16, "big") for number in range(10_000 * num_parts)]
     return InternalPublisher(
         pool.log,
@@ -127,7 +130,10 @@ def vllm(
 
 
 async def first_message(subscriber: zmq.asyncio.Socket, make_event: Callable[[], None]) -> list[bytes]:
-    """Makes events until one is received: from then on, the subscription is known to the publisher."""
+    """Make events until the subscriber receives one, and return it.
+
+    From then on the publisher knows the subscription.
+    """
     while not await subscriber.poll(20):
         make_event()
     frames: list[bytes] = await subscriber.recv_multipart()

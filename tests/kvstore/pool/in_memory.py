@@ -1,4 +1,4 @@
-"""Pools in memory, whose blocks are nothing but keys and checksums."""
+"""Pools in memory. Their blocks have only keys and checksums."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ KEYS = [bytes([number]) * 16 for number in range(1, 10)]
 
 @dataclass
 class FakeTier:
-    """What is below DRAM: says that it holds what the test put there."""
+    """A fake tier below DRAM, with the blocks that a test says it has."""
 
     is_accepting: bool = True
     held: set[BlockKey] = field(default_factory=set)
@@ -33,7 +33,7 @@ def fill(pool: Pool, reservation: PageReservation, block: Block, layers: range =
 
 
 def store(pool: Pool, *keys: BlockKey, tenant: str = "") -> None:
-    """Seals `keys` and leaves them to eviction."""
+    """Seal the blocks of `keys`, and leave them to eviction."""
     reservation = pool.reserve(1, keys, 0, tenant=tenant)
     for block in reservation.blocks:
         if not block.found:
@@ -42,6 +42,6 @@ def store(pool: Pool, *keys: BlockKey, tenant: str = "") -> None:
 
 
 def fill_up(pool: Pool, num_blocks: int = NUM_PAGES) -> None:
-    """Stores so many blocks that nobody has seen before."""
+    """Store this number of new blocks."""
     for number in range(num_blocks):
         store(pool, b"other" + number.to_bytes(11, "big"))

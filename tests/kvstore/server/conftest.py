@@ -1,4 +1,4 @@
-"""A real messenger, and users of it who write their messages by hand."""
+"""A fixture with a real messenger, and clients whose messages tests write by hand."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,7 +24,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def join(node: Node, capfd: pytest.CaptureFixture[str]) -> Iterator[Join]:
-    """Users of a messenger that must outlive the test, with nothing in use and no traceback in its log."""
+    """Yield a function that connects a client to a messenger.
+
+    The messenger must outlive the test. At the end nothing may be in use, and its log must have no traceback.
+    """
     users = []
 
     def join(serial: int = 1, versions: tuple[int, int] = SPOKEN) -> HandMadeUser:

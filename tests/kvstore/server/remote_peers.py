@@ -1,4 +1,4 @@
-"""Clients on another host that write their messages by hand."""
+"""Clients on another host whose messages tests write by hand."""
 
 import contextlib
 import socket
@@ -29,7 +29,7 @@ SIZE = LAYOUT.block_bytes
 
 
 class Peer:
-    """A raw connection to a TCP door, of somebody who has the key."""
+    """A raw connection to a messenger's TCP port, of a peer that has the key."""
 
     def __init__(self, address: tuple[str, int], layout: KVLayout = LAYOUT, *, greet: bool = True) -> None:
         self.sock = socket.create_connection(address, DEADLINE_S)
@@ -50,7 +50,7 @@ class Peer:
         self.sock.sendall(encode_frame(message, size) + payload)
 
     def receive(self) -> FromRemotePool | None:
-        """The next message; None when the connection has ended."""
+        """Return the next message; None when the connection has ended."""
         with contextlib.suppress(ConnectionError):
             self._fill()
             message: FromRemotePool = DECODER.decode(self._frames.take_message()[0])

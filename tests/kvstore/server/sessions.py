@@ -1,4 +1,4 @@
-"""Users who write their messages by hand, and sessions in this process."""
+"""Clients whose messages tests write by hand, and sessions in this process."""
 
 import array
 import asyncio
@@ -29,7 +29,7 @@ ALL_LAYERS = range(LAYOUT.num_layers)
 
 
 class HandMadeUser:
-    """Sends what it likes and reads what comes. Each call is named by the next number."""
+    """A client that sends any messages and reads the answers. Call ids are counted up."""
 
     def __init__(self, node: Node, serial: int = 1, versions: tuple[int, int] = SPOKEN) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -47,7 +47,7 @@ class HandMadeUser:
         self.sock.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
 
     def hear(self) -> FromPool | None:
-        """The next message, None when the connection has ended."""
+        """Return the next message; None when the connection has ended."""
         try:
             data, ancillary, _, _ = self.sock.recvmsg(MAX_MESSAGE_BYTES, socket.CMSG_SPACE(4))
         except ConnectionResetError:
@@ -57,7 +57,7 @@ class HandMadeUser:
         return msgspec.msgpack.decode(data, type=FromPool) if data else None
 
     def call(self, message: msgspec.Struct) -> FromPool:
-        """The answer; nothing else may come before it."""
+        """Send a call, and return its answer. No other message may come before it."""
         self.tell(message)
         answer = self.hear()
         assert answer is not None
@@ -71,13 +71,13 @@ class HandMadeUser:
         return answer.stats
 
     def until(self, condition: Callable[[PoolStats], bool]) -> PoolStats:
-        """The first statistics that fulfil `condition`; as many as it takes are asked for."""
+        """Ask for counters again and again, and return the first ones that fulfil `condition`."""
         while not condition(stats := self.stats()):
             assert self.sock.gettimeout() == DEADLINE_S
         return stats
 
     def put(self, *keys: BlockKey) -> Reservation:
-        """Seals blocks (of any bytes) and keeps their reservation."""
+        """Seal blocks (with any bytes), and return their reservation."""
         reservation = self.call(ReservePages(1, list(keys), 0))
         assert isinstance(reservation, Reservation)
         pages = [block.page for block in reservation.blocks if not block.sealed]
@@ -86,7 +86,7 @@ class HandMadeUser:
         return reservation
 
     def is_ended(self) -> Detached:
-        """The reason; then the connection is closed."""
+        """Return the reason why the session has ended. The connection must be closed then."""
         reason = self.hear()
         assert isinstance(reason, Detached)
         assert self.hear() is None
@@ -100,7 +100,7 @@ Join = Callable[..., HandMadeUser]
 
 
 class Answers:
-    """What a session has said, by the number of the call."""
+    """The answers of a session, by call id."""
 
     def __init__(self) -> None:
         self.all: dict[int, FromPool] = {}
@@ -127,7 +127,7 @@ async def session(r: Running, owner: int = 5) -> AsyncIterator[tuple[ClientSessi
 
 
 async def on_ssd_only(r: Running, *keys: BlockKey) -> None:
-    """Stores blocks and pushes them out of DRAM."""
+    """Store blocks, and evict them from DRAM to SSD."""
     await r.put(*keys)
     reservation = await r.reserve([], r.pool.table.num_pages)
     r.pool.release(reservation.reservation_id)

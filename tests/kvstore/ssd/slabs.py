@@ -1,4 +1,4 @@
-"""Slabs for tests, and blocks that are told apart."""
+"""Slabs for tests, and blocks with different contents."""
 
 import mmap
 import os
@@ -23,14 +23,14 @@ def open_slab(directory: Path, *, size_bytes: int = SIZE_BYTES) -> Slab:
 
 
 def aligned_block(content: bytes = b"") -> memoryview:
-    """A slot's worth of memory that begins with `content`, aligned as in a segment."""
+    """Return memory for one slot that begins with `content`, aligned as in a segment."""
     block = memoryview(mmap.mmap(-1, LAYOUT.block_bytes))
     block[: len(content)] = content
     return block
 
 
 def block_of(key: bytes) -> memoryview:
-    """The block that these tests store under `key`: nothing else has this content."""
+    """Return the block that these tests store under `key`. Its content is unique."""
     data = np.random.default_rng(int.from_bytes(key, "little")).bytes(LAYOUT.block_bytes - len(key))
     return aligned_block(key + data)
 
@@ -45,7 +45,7 @@ def checksums_of(block: memoryview) -> bytes:
 
 
 def store(stored_in: Slab, slot: int, number: int) -> None:
-    """What the tier does to store one block."""
+    """Store one block as the SSD tier does."""
     block = block_of(key_of(number))
     record = Record(key_of(number), checksums_of(block), last_use=number, position=0, num_uses=1)
     stored_in.store(slot, block, record)
@@ -58,7 +58,7 @@ def load(stored_in: Slab, slot: int) -> memoryview:
 
 
 def numbers_found(stored_in: Slab) -> dict[int, int]:
-    """Adopts, and verifies every block: the number of each, by slot."""
+    """Adopt a slab's blocks, verify them all, and return the number of each by slot."""
     found = {}
     for slot in stored_in.table.adopt().sealed:
         block = load(stored_in, slot)
@@ -70,7 +70,7 @@ def numbers_found(stored_in: Slab) -> dict[int, int]:
 
 
 def forked(child: Callable[..., None], *arguments: object) -> int:
-    """The pid of a process that calls `child` and ends, with code 0 unless it raised."""
+    """Fork a process that calls `child`, and return its pid. Its exit code is 0 unless the call raises."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -83,6 +83,6 @@ def forked(child: Callable[..., None], *arguments: object) -> int:
 
 
 def files_open_in(directory: Path) -> list[Path]:
-    """What descriptors of this process lead to."""
+    """Return the files in `directory` that this process has open."""
     links = Path("/proc/self/fd").iterdir()
     return [path for link in links if (path := Path(os.path.realpath(link))).is_relative_to(directory)]

@@ -1,4 +1,4 @@
-"""An ordinary machine, and a port that is open."""
+"""Fixtures for the doctor's tests: an ordinary machine, and an open port."""
 
 import socket
 from collections.abc import Iterator

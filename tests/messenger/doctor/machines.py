@@ -1,4 +1,4 @@
-"""Machines that are trees of files, and shorthands."""
+"""Fake machines that are trees of files, and short functions to write these."""
 
 import dataclasses
 import socket
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class FakeMachine(Machine):
-    """Its network and its commands are as told."""
+    """A machine whose network and commands are given by the test."""
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     hosts: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Frames of a sender that are written by hand."""
+"""Frames of a sender that tests write by hand."""
 
 from messenger.wire.messages import (
     Message,
@@ -17,6 +17,6 @@ def entry(node: Fabric, of_page: int, **changed: object) -> WriteEntry:
 
 
 def write(node: Fabric, *entries: WriteEntry, grant_id: int = 1) -> Said:
-    """With the bytes of the sender's memory that belong to it."""
+    """Send a write with these entries, and the bytes that they name in the sender's memory."""
     payload = b"".join(bytes(node.sender_memory.page(e.page)) for e in entries)
     return Write(7, grant_id, list(entries)), payload

@@ -1,4 +1,4 @@
-"""Times of tests with a real etcd on a machine that may be busy."""
+"""Timeouts for tests with a real etcd on a machine that may be busy."""
 
 import pytest
 
@@ -8,6 +8,6 @@ from tests.deadline import DEADLINE_S
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases are long, and renewed soon; answers may be late."""
+    """Use long leases that are renewed early, and accept late answers."""
     monkeypatch.setattr(terms, "RENEWALS_PER_LEASE", 60)
     monkeypatch.setattr(etcd, "ANSWER_TIMEOUT_S", DEADLINE_S)

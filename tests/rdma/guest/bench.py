@@ -1,6 +1,8 @@
-"""Our throughput beside that of perftest, in the same machine, in turns: `python3 -m tests.rdma.guest.bench`.
+"""Our throughput and that of perftest, measured in turns in the same machine.
 
-The machine is emulated, so these figures compare programs; they say nothing about a real card.
+    python3 -m tests.rdma.guest.bench
+
+The machine is emulated, so the figures only compare the two programs. They say nothing about a real card.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ def is_listening(port: int) -> bool:
 
 
 def perftest(program: str) -> float:
-    """MiB/s between two processes, one connection, as that program measures it."""
+    """Return the MiB/s between two processes over one connection, measured by `program`."""
     options = ["-F", "-x", "1", "-s", str(TRANSFER_BYTES), "-n", str(NUM_TRANSFERS), "-t", str(NUM_AT_ONCE)]
     server = subprocess.Popen(
         [program, "-d", "rxe1", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -49,7 +51,7 @@ def perftest(program: str) -> float:
 
 
 async def ours(transfer: Callable[[int], Awaitable[None]]) -> float:
-    """MiB/s of single transfers, some at once."""
+    """Return the MiB/s of single transfers, several of them at the same time."""
     numbers = iter(range(NUM_TRANSFERS))
 
     async def work() -> None:

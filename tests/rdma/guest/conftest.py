@@ -1,4 +1,4 @@
-"""These tests need RDMA devices: they are collected only in the machine of `tests/rdma/vm`."""
+"""Collection of tests that need RDMA devices, only in the machine of `tests/rdma/vm`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests: a device with memory, two of them joined in this process, one in another process."""
+"""Helper functions: a device with memory, two of them connected in this process, one in another process."""
 
 import mmap
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class Node:
-    """A device of this machine and memory that is registered with it."""
+    """A device of this machine, and memory that is registered with it."""
 
     def __init__(self, device_name: str, size_bytes: int, *, is_open: bool = True) -> None:
         (device,), _reasons = find_devices([device_name])
@@ -30,7 +30,7 @@ class Node:
         self.memory = self._register_open() if is_open else self.adapter.register(self.buffer)
 
     def _register_open(self) -> RdmaMemory:
-        """With a remote key that opens all of it to every peer: what nothing but a test does."""
+        """Register the memory with a remote key that opens all of it to every peer. Only tests do this."""
         pin, rights = c_char.from_buffer(self.buffer), OPEN | (WINDOW_BIND if self.adapter.can_bind else 0)
         return register_range(self.adapter.domain, "the device", pin, len(self.buffer), rights)
 
@@ -49,7 +49,7 @@ class Node:
 
 
 def is_idle(endpoint: Endpoint) -> bool:
-    """Whether no call is under way and nothing is open to the peer."""
+    """Return whether no call is in progress and no memory is open to the peer."""
     return not endpoint._waiting and not endpoint._chains and not endpoint.openings
 
 
@@ -64,7 +64,7 @@ def node(device_name: str, size_bytes: int = MIB, *, is_open: bool = True) -> It
 
 @contextmanager
 def joined(here: Node, there: Node) -> Iterator[tuple[Endpoint, Endpoint]]:
-    """Two endpoints of this process, connected."""
+    """Make a context with two endpoints of this process that are connected."""
     ours, theirs = here.endpoint(), there.endpoint()
     try:
         ours.connect(theirs.local_info())
@@ -79,7 +79,10 @@ def joined(here: Node, there: Node) -> Iterator[tuple[Endpoint, Endpoint]]:
 def two_nodes(
     size_bytes: int = MIB, *, is_open: bool = True
 ) -> Iterator[tuple[Node, Node, Endpoint, Endpoint]]:
-    """rxe0 and rxe1 in this process, and an endpoint of each. The memory of rxe1 may be closed to peers."""
+    """Make a context with rxe0 and rxe1 in this process, and a connected endpoint of each.
+
+    With `is_open` the memory of rxe1 is open to peers.
+    """
     with (
         node("rxe0", size_bytes) as here,
         node("rxe1", size_bytes, is_open=is_open) as there,
@@ -89,7 +92,7 @@ def two_nodes(
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a peer's memory is."""
+    """The address, size and key of a peer's memory."""
 
     info: EndpointInfo
     address: int
@@ -97,7 +100,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def scattered(address: int, num_slices: int, slice_bytes: int, seed: int) -> npt.NDArray[np.int64]:
-    """Slices that carry the i-th piece here to another place there: a shuffled copy."""
+    """Return slices that send the pieces of this memory to shuffled places of the peer's memory."""
     places = np.random.default_rng(seed).permutation(num_slices) * slice_bytes
     offsets = np.arange(num_slices) * slice_bytes
     return np.stack([offsets, address + places, np.full(num_slices, slice_bytes)], axis=1)

@@ -1,4 +1,7 @@
-"""The other process of a test, with a node on rxe1: does what it is asked to, line by line."""
+"""The other process of a test, with a node on rxe1.
+
+It carries out the requests that it reads, line by line.
+"""
 
 import asyncio
 import os
@@ -21,7 +24,7 @@ preload("tests.rdma.guest.peer")
 
 
 class Peer:
-    """Every public method is a request."""
+    """The requests that the process can carry out: every public method is one."""
 
     def __init__(self, device_name: str, size_bytes: int) -> None:
         self.node = Node(device_name, size_bytes)
@@ -50,11 +53,11 @@ class Peer:
         return self.grants[-1].remote_keys
 
     async def start_writing(self, address: int, num_bytes: int, remote_key: int) -> None:
-        """Writes the same range over and over, with other bytes each time, until that fails."""
+        """Begin to write the same range again and again, until a write fails. The bytes differ each time."""
         self.writing = asyncio.create_task(self._write(address, num_bytes, remote_key))
 
     async def failure(self) -> str:
-        """What ended the writing: waits for it."""
+        """Wait until the writing fails, and return the reason."""
         assert self.writing is not None
         return await self.writing
 
@@ -85,7 +88,7 @@ def _run(size_bytes: int) -> None:
 
 
 class PeerProcess:
-    """A process with a `Peer`; requests and answers are lines of JSON."""
+    """A process with a `Peer`. Requests and answers are lines of JSON."""
 
     def __init__(self, process: Forked, stdin: BinaryIO, stdout: asyncio.StreamReader) -> None:
         self.process = process

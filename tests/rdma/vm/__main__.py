@@ -1,12 +1,13 @@
-"""Runs a command against real RDMA verbs on a machine without an RDMA card.
+"""A program that runs a command with real RDMA verbs on a machine without an RDMA card.
 
     python -m tests.rdma.vm build                            once; about half a minute
     python -m tests.rdma.vm [--timeout S] test               builds if needed; the tests of tests/rdma/guest
     python -m tests.rdma.vm [--timeout S] run COMMAND ...    the same with any other command
 
-The command runs in a small emulated machine with two Soft-RoCE devices, rxe0 and rxe1, joined by a virtual
-cable; with Debian's Python 3.11 and pyverbs; as root; in this repository, mounted read-only, with the
-packages of this virtual environment. MOONCAKE_RDMA_VM=1 tells it where it is. Only what it prints comes back.
+The command runs in a small emulated machine. It has two Soft-RoCE devices, rxe0 and rxe1, which a virtual
+cable connects; Debian's Python 3.11 and pyverbs; this repository, mounted read-only; and the packages of this
+virtual environment. The command runs as root, and MOONCAKE_RDMA_VM=1 tells it where it is. Only its output
+comes back.
 
 Exit status: the command's; 124 if it took too long, 125 if the machine did not work, 3 if it cannot be built.
 """
@@ -34,7 +35,7 @@ GUEST_TESTS = [
 def run(
     command: list[str], *, timeout_s: float = TIMEOUT_S, on_output: Callable[[bytes], None] | None = None
 ) -> int:
-    """The exit status of `command` in the machine, which is built if needed.
+    """Run `command` in the machine, which is built if needed, and return the exit status.
 
     Raises CannotBuildError, MachineError, TimeoutError.
     """

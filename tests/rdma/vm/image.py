@@ -1,9 +1,8 @@
-"""Builds what the RDMA machine boots from: QEMU, a kernel, an initial file system and a root image.
+"""The build of what the RDMA machine boots from: QEMU, a kernel, an initial file system and a root image.
 
-All of it comes as Debian packages and is unpacked under one cache directory; nothing is installed on the
-host.
+All of it comes as Debian packages and is unpacked in one cache folder; nothing is installed on the host.
 
-Owns: that directory. Does not know: what the machine runs.
+Owns: that folder. Does not know: what the machine runs.
 """
 
 import fcntl
@@ -21,7 +20,7 @@ from pathlib import Path
 
 SUITE = "bookworm"
 PYTHON = (3, 11)
-"""of that suite"""
+"""The version of Python in that Debian suite."""
 HOST_PACKAGES = ["qemu-system-x86", "busybox-static"]
 ROOT_PACKAGES = [
     "python3",
@@ -47,7 +46,7 @@ MIN_FREE_MEMORY_BYTES = 4 << 30
 
 
 class CannotBuildError(Exception):
-    """Why this host cannot build or run the machine."""
+    """The host cannot build or run the machine. The message says why."""
 
 
 def cache_folder() -> Path:
@@ -60,19 +59,19 @@ def say(text: str) -> None:
 
 
 def current_image() -> Path | None:
-    """The folder of an image that this version of the recipe has built, if there is one."""
+    """Return the folder of an image that this version of the recipe has built; None if there is none."""
     image = cache_folder() / recipe()
     return image if (image / "complete").exists() else None
 
 
 def recipe() -> str:
-    """Names what is built: another recipe gets another folder."""
+    """Return a name for this version of the build. Each version has a folder of its own."""
     parts = [FOLDER / "image.py", FOLDER / "initramfs.sh"]
     return hashlib.sha256(b"\0".join(part.read_bytes() for part in parts)).hexdigest()[:16]
 
 
 def build() -> Path:
-    """The image, built if there is none yet. Raises CannotBuildError."""
+    """Return the image, which is built if there is none yet. Raises CannotBuildError."""
     cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -99,7 +98,7 @@ def build() -> Path:
 
 
 def check_host() -> None:
-    """Raises CannotBuildError if this host lacks something that building needs."""
+    """Check that this host has all programs that building needs. Raises CannotBuildError."""
     check_machine()
     if os.geteuid() != 0:
         raise CannotBuildError("building needs root")
@@ -110,7 +109,7 @@ def check_host() -> None:
 
 
 def check_machine() -> None:
-    """Raises CannotBuildError if no image can run here."""
+    """Check that an image can run on this machine. Raises CannotBuildError."""
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         raise CannotBuildError(f"only Linux on x86-64, this is {sys.platform} on {os.uname().machine}")
     if sys.version_info[:2] != PYTHON:
@@ -121,7 +120,7 @@ def check_machine() -> None:
 
 
 def package_sources() -> list[str]:
-    """apt's lines for the suite: MOONCAKE_DEBIAN_MIRROR, or what this host uses."""
+    """Return apt's lines for the suite, from MOONCAKE_DEBIAN_MIRROR or from what this host uses."""
     if mirror := os.environ.get("MOONCAKE_DEBIAN_MIRROR", "").rstrip("/"):
         return [
             f"deb {mirror}/debian {SUITE} main",
@@ -142,7 +141,10 @@ def package_sources() -> list[str]:
 
 
 def run(command: list[str | Path], **options: object) -> str:
-    """A step's output. Raises CannotBuildError with its last lines if it fails."""
+    """Run a step of the build, and return its output.
+
+    Raises CannotBuildError with its last lines if it fails.
+    """
     done = subprocess.run(
         [str(word) for word in command],
         stdout=subprocess.PIPE,
@@ -157,7 +159,7 @@ def run(command: list[str | Path], **options: object) -> str:
 
 
 class _Build:
-    """One build, in a folder that is thrown away; what is kept goes to `image`."""
+    """One build, in a folder that is removed afterwards. The results go to `image`."""
 
     def __init__(self, work: Path, image: Path) -> None:
         self.work, self.image = work, image
@@ -180,7 +182,7 @@ class _Build:
         say(f"[{time.monotonic() - self.start_s:5.1f} s] {text}")
 
     def download(self) -> None:
-        """Unpacks QEMU with all that it needs, the kernel and mmdebstrap below the work folder."""
+        """Unpack QEMU with all that it needs, the kernel and mmdebstrap in the work folder."""
         apt = self.work / "apt"
         for folder in ("lists/partial", "archives/partial"):
             (apt / folder).mkdir(parents=True)
@@ -271,7 +273,7 @@ class _Build:
         run(["mkfs.ext4", "-q", "-F", "-O", features, "-m", "0", "-d", root, image])
 
     def copy_qemu(self) -> None:
-        """With its dynamic loader and libraries, so that the host's are not used."""
+        """Copy QEMU with its dynamic loader and libraries, so that the host's are not used."""
         for part in ("lib64", "lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu", "usr/share/qemu"):
             shutil.copytree(self.work / "tools" / part, self.image / "qemu" / part, symlinks=True)
         for optional in ("usr/share/seabios", "usr/lib/ipxe"):
@@ -282,7 +284,10 @@ class _Build:
 
 
 def unpacked_kernel(packed: bytes) -> bytes | None:
-    """The ELF file inside: QEMU starts it directly, and emulation need not unpack it at every boot."""
+    """Return the ELF file in a packed kernel; None if there is none.
+
+    QEMU starts it directly, so it need not be unpacked in emulation at every boot.
+    """
     start = packed.find(b"\xfd7zXZ\x00")
     if start < 0:
         return None
@@ -294,7 +299,10 @@ def unpacked_kernel(packed: bytes) -> bytes | None:
 
 
 def modules_with_needs(dependencies: Path, names: list[str]) -> list[str]:
-    """Paths of the named modules and of those that they need, in loading order; built-in ones have none."""
+    """Return the paths of the named modules and of those that they need, in loading order.
+
+    Modules that are built into the kernel have no path.
+    """
     needs = {}
     for line in dependencies.read_text().splitlines():
         path, _, rest = line.partition(":")
@@ -314,7 +322,7 @@ def modules_with_needs(dependencies: Path, names: list[str]) -> list[str]:
 
 
 def archive(files: dict[str, bytes], folders: Sequence[str] = ()) -> bytes:
-    """A cpio archive ("newc", as the kernel unpacks it) of executable files, with their folders."""
+    """Return a cpio archive ("newc", as the kernel unpacks it) of executable files, with their folders."""
     parents = {str(parent) for name in files for parent in Path(name).parents if str(parent) != "."}
     entries = [(name, 0o040755, b"") for name in sorted(parents.union(folders))]
     entries += [(name, 0o100755, content) for name, content in files.items()]

@@ -1,4 +1,4 @@
-"""Boots the machine for one command, and carries its output here.
+"""A run of the machine for one command, whose output is carried to this process.
 
 Owns: the QEMU process. Does not know: how the image was made, what the command is.
 """
@@ -28,7 +28,7 @@ KERNEL_OPTIONS = (
 
 
 class MachineError(Exception):
-    """The machine did not run the command to its end; the message has the console's last lines."""
+    """The machine did not run the command to its end. The message has the last lines of the console."""
 
 
 def run_command(
@@ -40,8 +40,11 @@ def run_command(
     timeout_s: float,
     on_output: Callable[[bytes], None],
 ) -> int:
-    """The exit status of `command`, run as root in the first of `folders`; all of them are mounted read-only
-    under their own paths. Raises MachineError, and TimeoutError after `timeout_s`."""
+    """Run `command` in the machine, and return its exit status.
+
+    It runs as root in the first of `folders`, all of which are mounted read-only under their own paths.
+    Raises MachineError, and TimeoutError after `timeout_s` seconds.
+    """
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
     boot_files = {
         "boot/init.sh": (FOLDER / "init.sh").read_bytes(),
@@ -104,7 +107,7 @@ def run_command(
 def _carry(
     output: socket.socket, control: socket.socket, deadline_s: float, on_output: Callable[[bytes], None]
 ) -> bytes:
-    """Passes output on until the machine has ended; what came over `control`."""
+    """Pass output on until the machine has ended. Returns what came over `control`."""
     said = bytearray()
     still_open = {output, control}
     while still_open:
@@ -126,7 +129,7 @@ def _carry(
 
 
 def _qemu(image: Path) -> list[str]:
-    """Started through the dynamic loader that came with it."""
+    """Return the command line that starts QEMU through the dynamic loader that came with it."""
     home = image / "qemu"
     libraries = f"{home / 'lib/x86_64-linux-gnu'}:{home / 'usr/lib/x86_64-linux-gnu'}"
     firmware = [home / part for part in ("usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu")]
@@ -138,6 +141,6 @@ def _qemu(image: Path) -> list[str]:
 
 
 def _end(qemu: "subprocess.Popen[bytes]") -> None:
-    """Whatever it still does: it holds nothing that could be lost."""
+    """End QEMU, whatever it does. It has no data that could be lost."""
     qemu.kill()
     qemu.wait()

@@ -1,7 +1,10 @@
-"""The process of one rank: python -m tests.workers.engine.group_rank FOLDER RANK SIZE TIMEOUT_S WORK COME
+"""The process of one rank of a tensor-parallel group.
 
-The first COME ranks come; each joins the group when all of them have started. WORK: `generate` writes its
-outcome to FOLDER, `sum` adds up until another rank is lost. A lost rank: exit status 3.
+    python -m tests.workers.engine.group_rank FOLDER RANK SIZE TIMEOUT_S WORK COME
+
+Only the first COME ranks join the group, when all of them have started. With WORK `generate` the rank writes
+its outcome to FOLDER; with `sum` it adds numbers up until another rank is lost. After the loss of a rank the
+exit status is 3.
 """
 
 import sys
@@ -23,12 +26,12 @@ LOST = 3
 
 
 def device_of(rank: int, size: int) -> torch.device:
-    """A GPU for each rank if there are as many, else the CPU."""
+    """Return a GPU for the rank if there is one for each rank, else the CPU."""
     return torch.device("cuda", rank) if torch.cuda.device_count() >= size else torch.device("cpu")
 
 
 def generate_of(shard: TensorShard, device: torch.device) -> Outcome:
-    """The same of every group of one size, whoever its ranks are."""
+    """Return the outcome of a rank. It is the same for every kind of group of one size."""
     model = DecoderModel(SPEC, range(SPEC.num_layers), torch.bfloat16, device, shard=shard)
     model.init_dummy_weights(seed=5)
     return generate([model], [list(range(30)), [7], list(range(300, 311))], num_new=5, chunk_size=16)

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks as threads of one process, and a run of a model: whole, in stages, in ranks."""
+"""Tensor-parallel ranks as threads of one process, and a run of a model: whole, in stages, or in ranks."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ PAGE_SIZE = 8
 
 
 class ThreadGroup:
-    """A group whose ranks are threads."""
+    """A tensor-parallel group whose ranks are threads."""
 
     def __init__(self, size: int) -> None:
         self._parts: list[torch.Tensor] = [torch.empty(0)] * size
@@ -44,27 +44,27 @@ class ThreadGroup:
 
 
 def on_ranks(size: int, work: Callable[[int], T]) -> list[T]:
-    """`work(rank)` of all ranks, each in a thread."""
+    """Call `work(rank)` for each rank in a thread, and return all results."""
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(work, range(size)))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one rank."""
+    """The outcome of one rank."""
 
     tokens: list[list[int]]
-    """of each sequence"""
+    """The new tokens of each sequence."""
     logits: list[torch.Tensor]
-    """of each sequence, `[num_new, vocab_size]`: those that its tokens were drawn from"""
+    """The logits from which the tokens of each sequence were drawn, `[num_new, vocab_size]`."""
     kv: list[torch.Tensor]
-    """of each layer, the pages of all sequences in order, with this rank's heads"""
+    """The pages of all sequences in order, for each layer, with this rank's heads."""
 
 
 def generate(
     stages: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], num_new: int, chunk_size: int
 ) -> Outcome:
-    """Greedy decoding of all prompts in one running batch, through the stages of one rank."""
+    """Decode all prompts greedily in one running batch, through the stages of one rank."""
     spec = stages[0].spec
     kvs = [
         DeviceKVCache(spec, stage.layers, 64, PAGE_SIZE, stage.dtype, stage.device, kv_heads=stage.kv_heads)

@@ -1,4 +1,4 @@
-"""KV events as vLLM writes them, of one prompt."""
+"""KV events of one prompt, as vLLM writes them."""
 
 from typing import Any
 
@@ -15,7 +15,10 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 def stored(first: int, stop: int, **changes: Any) -> dict[str, Any]:
-    """Blocks [first, stop) of the prompt, whose first block is salted with its root key."""
+    """Return the event that blocks `[first, stop)` of the prompt were stored.
+
+    The first block is salted with the prompt's root key.
+    """
     event = {
         "type": "BlockStored",
         "block_hashes": HASHES[first:stop],

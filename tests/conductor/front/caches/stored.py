@@ -1,4 +1,4 @@
-"""Context caches as they are stored."""
+"""Examples of stored context caches."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Requests to a front, and what its cluster says."""
+"""Requests to a front, and answers of its fake cluster."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""OpenAI's client of a front."""
+"""A fixture with OpenAI's client of a front."""
 
 import openai
 import pytest
