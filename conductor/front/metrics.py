@@ -62,7 +62,7 @@ class Denial(StrEnum):
 def tbt_s(gaps_s: Sequence[float]) -> float | None:
     """Return the TBT of one request in seconds: the mean of its longest gaps, the share `TBT_SHARE` of all.
 
-    `gaps_s`: seconds between the request's iterations. Returns None without gaps.
+    `gaps_s` are the seconds between the request's iterations. Returns None without gaps.
     """
     if not gaps_s:
         return None
@@ -155,7 +155,7 @@ class Metrics(Collector):
     def choice_finished(
         self, reason: FinishReason, latency_s: float, ttft_s: float, gaps_s: Sequence[float]
     ) -> None:
-        """Count a choice that has all of its tokens. `gaps_s`: the seconds between its iterations."""
+        """Count a choice that has all of its tokens. `gaps_s` are the seconds between its iterations."""
         self._finished[reason] += 1
         self._e2e.observe(latency_s)
         of_choice_s = tbt_s(gaps_s)
@@ -170,7 +170,7 @@ class Metrics(Collector):
     def tokens_received(self, num_tokens: int, gap_s: float | None) -> None:
         """Count the tokens of one iteration.
 
-        `gap_s`: seconds since the iteration before; None for the first.
+        `gap_s` are the seconds since the iteration before; None for the first.
         """
         self._num_generated_tokens += num_tokens
         if gap_s is not None:

@@ -71,7 +71,7 @@ class DeviceKVCache:
     ) -> None:
         """Make a cache with all pages free.
 
-        `memory`: tensors that have the pages of these layers; None allocates new ones. `owner`: the exchange
+        `memory` are tensors with the pages of these layers; None allocates new ones. `owner` is the exchange
         with another instance, if the pages are for that instance's sequences.
         """
         self.spec, self.layers, self.owner = spec, layers, owner

@@ -33,7 +33,7 @@ class DrawLimits(NamedTuple):
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
     the largest (arXiv 2407.01082). `top_k` 0 keeps all. `top_p` in (0, 1] keeps the smallest set of most
     likely tokens whose mass reaches it, among the tokens that min-p and top-k keep. Equal logits rank by
-    token id. `uniforms`: in [0, 1).
+    token id. `uniforms` are in [0, 1).
     """
 
     temperature: np.ndarray

@@ -31,7 +31,7 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_co
 class _Use:
     """The counts of one key.
 
-    `num_left`: the requests that the key may send at once at the time `at_s`, with fractions.
+    `num_left` is the requests that the key may send at once at the time `at_s`, with fractions.
     Invariant: `0 <= num_left <= max(1, requests_per_minute)`.
     """
 
@@ -133,8 +133,8 @@ class KeyUse:
     def claim(self, num_tokens: int) -> QuotaClaim | None:
         """Return an answer's claim on the tenant's quota; None if the key limits neither tokens nor choices.
 
-        `num_tokens`: the tokens of all prompts of the answer. Raises RequestError if they exceed the quota of
-        a minute.
+        `num_tokens` is the number of tokens of all prompts of the answer. Raises RequestError if they exceed
+        the quota of a minute.
         """
         per_minute, most = self.key.tokens_per_minute, self.key.max_concurrent
         if per_minute is None and most is None:
@@ -197,8 +197,10 @@ class AccessControl:
 
 
 def _is_open(path: str) -> bool:
-    """Return whether the path needs no client's key. Admin routes need none, as they check admins' keys
-    themselves."""
+    """Return whether the path needs no client's key.
+
+    Admin routes need none, as they check admins' keys themselves.
+    """
     return path in OPEN_PATHS or path.startswith(ADMIN_PREFIXES)
 
 

@@ -23,8 +23,10 @@ from mooncake.leadership.state_keys import MAX_KEYS, StateKeys
 
 _CONTENTS, _ENDS = "context_caches", "context_cache_ends"
 _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
-"""The most keys in one answer of etcd, for contents and for ends. Contents are few because each may have
-1.5 MiB."""
+"""The most keys in one answer of etcd, for contents and for ends.
+
+Contents are few because each may have 1.5 MiB.
+"""
 _NEVER = 0.0
 """The end of a cache that should not be in etcd, as it was deleted or its client was never told of it."""
 _FASTEST = 1

@@ -36,7 +36,10 @@ NO_KEY = "(none)"
 
 @dataclass(slots=True)
 class Savings:
-    """Totals of savings by context caches. `prefill_s`: predicted prefill seconds of the saved tokens."""
+    """Totals of savings by context caches.
+
+    `prefill_s` are the predicted prefill seconds of the saved tokens.
+    """
 
     num_prompts: int = 0
     num_tokens: int = 0
@@ -45,7 +48,7 @@ class Savings:
     def add(self, num_tokens: int, costs: Costs | None) -> None:
         """Count a prompt that found `num_tokens` tokens of a context cache in the pool.
 
-        `costs`: the costs of prefill; None if they are unknown.
+        `costs` are the costs of prefill; None if they are unknown.
         """
         self.num_prompts += 1
         self.num_tokens += num_tokens
@@ -55,8 +58,10 @@ class Savings:
 
 
 class Beginning(NamedTuple):
-    """The beginning of prompts, as a context cache holds it. It can be sent to the processes that read
-    requests."""
+    """The beginning of prompts, as a context cache holds it.
+
+    It can be sent to the processes that read requests.
+    """
 
     token_ids: list[int]
     chat_prefix_json: bytes | None
@@ -73,7 +78,7 @@ class Beginning(NamedTuple):
             )
 
     def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
-        """Return the cached beginning of conversations. `tools`: the tools of the request itself.
+        """Return the cached beginning of conversations. `tools` are the tools of the request itself.
 
         Raises RequestError if the request has tools, or if the cache was made of tokens or a text.
         """
@@ -100,8 +105,11 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ContextCache:
-    """One cache. `keys` are the block keys of its full blocks. `root_key` depends on the cache's salt; it is
-    the parent of the first of `keys`."""
+    """One cache.
+
+    `keys` are the block keys of its full blocks. `root_key` depends on the cache's salt; it is the parent of
+    the first of `keys`.
+    """
 
     id: str
     name: str | None
@@ -118,8 +126,11 @@ class ContextCache:
     num_extending: int = 0
     """The number of extensions that are being stored. While there are any, the cache does not end."""
     is_being_deleted: bool = False
-    """Whether the cache's deletion is being stored. No request finds the cache any more, but its name is
-    still taken and its tokens still count, as the deletion may fail."""
+    """Whether the cache's deletion is being stored.
+
+    No request finds the cache any more, but its name is still taken and its tokens still count, as the
+    deletion may fail.
+    """
     saved: Savings = field(default_factory=Savings)
     saved_by_key: Savings = field(default_factory=Savings)
 
@@ -134,8 +145,10 @@ class ContextCache:
 
 
 class CacheUse:
-    """The use of a cache by the prompts of one job. `num_shared`: for each prompt, the number of its leading
-    tokens that are also the cache's."""
+    """The use of a cache by the prompts of one job.
+
+    `num_shared` has for each prompt the number of its leading tokens that are also the cache's.
+    """
 
     def __init__(self, cache: ContextCache, num_shared: Sequence[int]) -> None:
         self._cache, self._num_shared = cache, num_shared

@@ -81,12 +81,16 @@ class AnswerFormat:
             and all(params.num_logprobs is None for params in job.sampling)
         )
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        """The JSON before and behind the text of an event, by choice. It has the choices that have begun, if
-        their events have nothing but text."""
+        """The JSON before and behind the text of an event, by choice.
+
+        It has the choices that have begun, if their events have nothing but text.
+        """
 
     def seen(self, delta: Delta) -> Delta:
-        """Search new output for tool calls. Return the output, with a finish reason if the choice ends with
-        its tool calls."""
+        """Search new output for tool calls.
+
+        Return the output, with a finish reason if the choice ends with its tool calls.
+        """
         with_tools = self._tool_answers.get(delta.choice_index)
         if with_tools is None:
             return delta
@@ -104,8 +108,10 @@ class AnswerFormat:
         choice.add(delta)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """Yield the JSON of an answer that is not streamed, choice by choice. All tokens must have been
-        gathered."""
+        """Yield the JSON of an answer that is not streamed, choice by choice.
+
+        All tokens must have been gathered.
+        """
         around = {**self._base, "object": self._object, "choices": [_PLACE], "usage": _usage(usage)}
         head, tail = _encode(around).split(_encode(_PLACE))
         yield head
@@ -180,7 +186,7 @@ class AnswerFormat:
     def _counts(self, usage: Callable[[], Usage], num_uncounted: int = 0) -> dict[str, Any]:
         """Return a chunk's `usage` field in a dict; an empty dict if the client did not ask for usage.
 
-        `num_uncounted`: received tokens that no chunk has shown so far.
+        `num_uncounted` is the number of received tokens that no chunk has shown so far.
         """
         if self._usage_shown is UsageShown.NOWHERE:
             return {}

@@ -27,8 +27,8 @@ from mooncake.messages.requests import FinishReason, Request, SamplingParams, To
 class Delta(msgspec.Struct, frozen=True):
     """New output of one choice. `text` may be empty; `token_ids` are the tokens that `Usage` counts.
 
-    `logprobs` and `offsets` are empty unless the client wants logprobs. `offsets`: for each token, the index
-    of its first character in the choice's text.
+    `logprobs` and `offsets` are empty unless the client wants logprobs. `offsets` has for each token the
+    index of its first character in the choice's text.
     """
 
     choice_index: int
@@ -53,7 +53,7 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """The state of one choice. `last_s`: time of its latest tokens; None before its first token.
+    """The state of one choice. `last_s` is the time of its latest tokens; None before its first token.
 
     `gaps_s`: seconds between the choice's iterations.
     """
@@ -97,8 +97,10 @@ class Generation:
         self._num_unsubmitted = len(self._choices)
         self._num_prompt_tokens = job.num_prompt_tokens
         self._num_cached: dict[int, int] = {}
-        """Cached tokens by prompt: the least number among the prompt's choices, as a later choice may also
-        find blocks that the first choice has stored."""
+        """The cached tokens of each prompt: the least number among the prompt's choices.
+
+        A later choice may also find blocks that the first choice has stored, so its number may be larger.
+        """
         self._num_completion_tokens = 0
         self._is_closed = False
 

@@ -52,11 +52,16 @@ from mooncake.security.keys import ClusterKey
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
-"""The number of unanswered heartbeats beyond which the Conductor counts as gone. Heartbeats are counted, not
-seconds: for a front that was stopped for a while, many seconds have passed, but unread answers may wait."""
+"""The number of unanswered heartbeats beyond which the Conductor counts as gone.
+
+Heartbeats are counted, not seconds: for a front that was stopped for a while, many seconds have passed, but
+unread answers may wait.
+"""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""The number of heartbeats for which a request's missing tokens are awaited, after the Conductor has reported
-that all of them were sent or that it does not know the request."""
+"""The number of heartbeats for which the missing tokens of a request are awaited.
+
+They count from the Conductor's report that all tokens were sent, or that it does not know the request.
+"""
 _MAX_OUTPUTS_AT_ONCE = 128
 """The most outputs of workers that are handled in one turn of the event loop."""
 
@@ -132,8 +137,10 @@ class Link:
 
     @property
     def cluster(self) -> ClusterState | None:
-        """The latest state that the Conductor sent; None before the first state, and after more than
-        `MAX_UNANSWERED` unanswered heartbeats."""
+        """The latest state that the Conductor sent; None before the first state.
+
+        It is also None after more than `MAX_UNANSWERED` unanswered heartbeats.
+        """
         return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
 
     @property

@@ -61,8 +61,10 @@ def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, 
 
 @lru_cache(1 << 15)
 def _piece(token_bytes: TokenBytes, token_id: int) -> tuple[str, tuple[int, ...]]:
-    """Return a token's text and bytes. Cached, as each token of an answer may come with twenty likely tokens
-    that were not drawn."""
+    """Return a token's text and bytes.
+
+    Cached, as each token of an answer may come with twenty likely tokens that were not drawn.
+    """
     data = token_bytes(token_id)
     return data.decode(errors="replace"), tuple(data)
 

@@ -61,8 +61,10 @@ class Reception:
     token_ids: list[int] = field(default_factory=list)
     """The tokens that have arrived in order."""
     early: list[TokenOutput] = field(default_factory=list)
-    """Outputs before which tokens are missing, in order of position. Each begins behind the end of
-    `token_ids`."""
+    """Outputs before which tokens are missing, in order of position.
+
+    Each begins behind the end of `token_ids`.
+    """
     num_missing_beats: int = 0
     """Consecutive heartbeats at which there were `early` outputs."""
     num_sent: int | None = None
@@ -87,8 +89,11 @@ class Reception:
         return UnavailableError("it was lost on its way to the conductor, or what became of it; try again")
 
     def beat(self) -> bool:
-        """Count a heartbeat of the front. Returns whether tokens have been missing for too long while the
-        Conductor has not reported that all were sent."""
+        """Count a heartbeat of the front.
+
+        Returns whether tokens have been missing for too long while the Conductor has not reported that all
+        were sent.
+        """
         self.num_missing_beats = self.num_missing_beats + 1 if self.early else 0
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
@@ -125,8 +130,9 @@ class Reception:
         return received
 
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
-        """Append an output before which no tokens are missing. Return its new tokens and its finish reason;
-        an empty list if it has neither.
+        """Append an output before which no tokens are missing.
+
+        Return its new tokens and its finish reason; an empty list if it has neither.
 
         A stale output is dropped if its tokens differ from those that have arrived.
         """

@@ -24,8 +24,10 @@ from mooncake.errors import RequestError
 _MAX_EVENTS_AT_ONCE = 64
 """The most events sent in one turn of the event loop to a client that has not read for a while."""
 _MAX_BYTES_AT_ONCE = 1 << 17
-"""The bytes of a whole answer that are encoded before other tasks of the event loop run. The last part may
-exceed this number."""
+"""The bytes of a whole answer that are encoded before other tasks of the event loop run.
+
+The last part may exceed this number.
+"""
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -63,8 +65,10 @@ class GenerationResponse(Response):
         self._generation, self._answers, self._metrics = generation, answers, metrics
         self._is_streamed = stream
         self._pending: deque[Event | _Ending | Exception] = deque()
-        """Output that the task is to send, or an error that it is to raise. The first entry stays until it
-        has been sent."""
+        """Output that the task is to send, or an error that it is to raise.
+
+        The first entry stays until it has been sent.
+        """
         self._news = asyncio.Event()
         """An event that is set when something is pending or the client has gone."""
         self._has_started = self._is_disconnected = False

@@ -17,11 +17,11 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Decoded(msgspec.Struct, frozen=True):
     """New text of a choice.
 
-    `num_tokens`: the number of pushed tokens that belong to the answer. If a stop string was found, the last
-    of them is the token that completes the stop string.
+    `num_tokens` is the number of pushed tokens that belong to the answer. If a stop string was found, the
+    last of them is the token that completes the stop string.
 
-    `offsets`: for each of these tokens, the index of its first character in the choice's text, if the stream
-    counts characters.
+    `offsets` has for each of these tokens the index of its first character in the choice's text, if the
+    stream counts characters.
     """
 
     text: str
@@ -140,8 +140,10 @@ class TextStream:
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
         self.plain = None if stops or counts_offsets else detokenizer
-        """The detokenizer, if its text is shown unchanged until `flush`; None if stop strings or offsets need
-        a look at each token."""
+        """The detokenizer, if its text is shown unchanged until `flush`, else None.
+
+        With stop strings or offsets, each token must be looked at.
+        """
         self._num_tokens = 0
         self._num_chars = 0
 

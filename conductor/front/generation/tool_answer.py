@@ -76,8 +76,11 @@ class ToolAnswer:
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
-        """Return the finish reason that clients expect: `tool_calls` for an answer that stopped behind
-        complete calls, unless the client has named the function."""
+        """Return the finish reason that clients expect.
+
+        It is `tool_calls` for an answer that stopped behind complete calls, unless the client has named the
+        function.
+        """
         has_calls = self._parser.num_calls > 0 and not self._parser.is_within_call
         if reason is FinishReason.STOP and has_calls and not self._tools.is_named:
             return "tool_calls"

@@ -96,8 +96,10 @@ def _given_id(scope: Scope) -> str | None:
 
 
 class Boundary:
-    """ASGI middleware that answers a request with an error body if an unexpected exception or a cancellation
-    ends the request before its response has started."""
+    """ASGI middleware that answers a failed request with an error body.
+
+    A request fails if an unexpected exception or a cancellation ends it before its response has started.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -129,15 +131,17 @@ class Boundary:
 
 
 def response_to(error: RequestError | ClientDisconnect) -> Response:
-    """Return the response to a request that failed with `error`. If the client has disconnected, the response
-    is empty, as nobody reads it."""
+    """Return the response to a request that failed with `error`.
+
+    If the client has disconnected, the response is empty, as nobody reads it.
+    """
     return error_response(error) if isinstance(error, RequestError) else Response(status_code=400)
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
     """Make the application answer errors as OpenAI does.
 
-    `unserved`: path prefixes of endpoints that other servers have and this server lacks.
+    `unserved` are path prefixes of endpoints that other servers have and this server lacks.
     """
 
     @app.exception_handler(RequestError)

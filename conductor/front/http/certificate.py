@@ -28,8 +28,10 @@ class Certificate:
         self._load_into(self.context)
 
     async def follow(self) -> None:
-        """Watch the files until cancelled. Open connections go on; new connections get the new
-        certificate."""
+        """Watch the files until cancelled.
+
+        Open connections go on; new connections get the new certificate.
+        """
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()

@@ -35,8 +35,10 @@ from mooncake.errors import RequestError
 _MAX_BUFFERED_BYTES = 1 << 16
 """The most bytes of a request's body that wait for the application before the client has to wait."""
 _MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
-"""The most pieces, and the most reported parts of bodies, that are parsed before it is the turn of other
-connections. If a body's chunks are large, these pieces have some 64 KiB."""
+"""The most pieces, and the most parts of bodies, that are parsed in one turn of a connection.
+
+If a body's chunks are large, these pieces have some 64 KiB.
+"""
 
 
 @dataclass(slots=True)
@@ -128,8 +130,10 @@ class Connection(asyncio.Protocol):
         self._read_on()
 
     def _read_on(self) -> None:
-        """Parse received bytes until a request is complete whose response has not ended, or until it is the
-        turn of other connections."""
+        """Parse received bytes, until a request is complete or it is the turn of other connections.
+
+        No bytes are parsed behind a request that is complete and is being answered.
+        """
         most_parts = self._parser.num_parts + _MAX_PARTS_AT_ONCE
         for num_pieces in itertools.count():
             if self._transport.is_closing():
@@ -379,8 +383,10 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def shutdown(self) -> None:
-        """Close the connection behind the response to the request that is being answered; without such a
-        request, close it at once."""
+        """Close the connection when the response to the present request has ended.
+
+        Without a present request the connection closes at once.
+        """
         self._pipelined.clear()
         if self._answering is not None:
             self._answering.keep_alive = False

@@ -29,8 +29,10 @@ _STATUS_LINES = {
 }
 _WITHOUT_BODY = frozenset({204, 304})
 MAX_UNSENT_BYTES = 1 << 16
-"""The most bytes of a response that wait for the client before the application has to wait. A body is written
-in pieces of this size, as TLS copies each write."""
+"""The most bytes of a response that wait for the client before the application has to wait.
+
+A body is written in pieces of this size, as TLS copies each write.
+"""
 _UNSAFE_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 log = logging.getLogger(__name__)
 
@@ -136,8 +138,10 @@ class Exchange:
         """Bytes of the response's body that are still to be sent; None if its length is unknown."""
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Run the application on this request. The connection closes if the application leaves the response
-        unfinished."""
+        """Run the application on this request.
+
+        The connection closes if the application leaves the response unfinished.
+        """
         try:
             await app(scope, self.receive, self.send)
         except Exception:

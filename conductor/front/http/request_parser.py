@@ -17,13 +17,18 @@ import httptools
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_HEADERS = 256
-"""The most headers of a request. Thousands of short headers would take tens of milliseconds of the event
-loop."""
+"""The most headers of a request.
+
+Thousands of short headers would take tens of milliseconds of the event loop.
+"""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _CHUNKED_PIECE_BYTES = 256
-"""Bytes of a chunked body that are parsed at once. They are few because the piece in which the body ends may
-also hold the next requests, which have 18 bytes each or more."""
+"""Bytes of a chunked body that are parsed at once.
+
+They are few because the piece in which the body ends may also hold the next requests, which have 18 bytes
+each or more.
+"""
 
 
 class InvalidRequestError(Exception):
@@ -82,8 +87,10 @@ class RequestParser:
         self._num_body_bytes_left = 0
         """Bytes of a body of known length that have not arrived."""
         self._num_excess_bytes = 0
-        """Bytes of a chunked body's framing, less the bytes of its content. The number is limited because
-        each chunk takes processor time."""
+        """Bytes of a chunked body's framing, less the bytes of its content.
+
+        The number is limited because each chunk takes processor time.
+        """
         self.num_parts = 0
         """The number of parts of bodies that were reported."""
         self._end_of_read = b""
@@ -92,8 +99,11 @@ class RequestParser:
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
         self._is_cut_off = False
-        """Whether the head asks for another protocol. No other protocol is served, but httptools skips the
-        body then. To have the body parsed, httptools gets a further head, which is not reported."""
+        """Whether the head asks for another protocol.
+
+        No other protocol is served, but httptools skips the body then. To have the body parsed, httptools
+        gets a further head, which is not reported.
+        """
 
     @property
     def num_unread_bytes(self) -> int:

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def listen(host: str, port: int, option: str | None = None) -> socket.socket:
     """Return a bound, listening socket; port 0 takes a free port. Raises ConfigError.
 
-    `option`: the option that error messages name instead of --host and --port.
+    `option` is the option that error messages name instead of --host and --port.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -75,7 +75,7 @@ class HttpServer:
         max_pending_bytes: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Prepare the server. `max_pending_bytes`: the most bytes of all incomplete requests together."""
+        """Prepare the server. `max_pending_bytes` is the most bytes of all incomplete requests together."""
         self._listener, self._tls = listener, tls
         self._loop = asyncio.get_running_loop()
         self.connections = ConnectionTable(is_tls=tls is not None)
@@ -91,8 +91,11 @@ class HttpServer:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Stop accepting connections. Each open connection closes behind the response to the request that is
-        being answered; a connection without such a request closes at once."""
+        """Stop accepting connections.
+
+        Each open connection closes behind the response to the request that is being answered; a connection
+        without such a request closes at once.
+        """
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
@@ -143,7 +146,9 @@ class HttpServer:
                 await self._loop.connect_accepted_socket(lambda: connection, accepted, ssl=self._tls)
 
     def _has_begun(self, connection: Connection, task: asyncio.Task[None]) -> None:
-        """Close the accepted socket if `task` has ended without a transport for it: by a failure or by a
-        cancellation, which may come before the first step of `task`."""
+        """Close the accepted socket if `task` has ended without a transport for it.
+
+        The task has failed, or was cancelled, perhaps before its first step.
+        """
         self._handshakes.discard(task)
         connection.close_unless_made()

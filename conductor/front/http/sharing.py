@@ -1,5 +1,6 @@
-"""Resources that the connections of one server share: slots for connections, memory for arriving requests,
-turns of the event loop.
+"""Resources that the connections of one server share.
+
+They are slots for connections, memory for arriving requests, and turns of the event loop.
 
 Owns: the limit of each resource, and which connection makes room for another. Does not know: HTTP, sockets.
 """
@@ -13,8 +14,10 @@ from typing import Generic, Protocol, TypeVar
 from mooncake.security.waiting_peers import WaitingPeers
 
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
-"""The most connections that wait for a request, without and with TLS. Each takes 12 KiB of memory without
-TLS, and up to 130 KiB with TLS."""
+"""The most connections that wait for a request, without and with TLS.
+
+Each takes 12 KiB of memory without TLS, and up to 130 KiB with TLS.
+"""
 MAX_STALLED = 256
 """The most connections whose clients have stopped reading a response. The response's rest stays in memory."""
 CROWD_LEN = 64
@@ -35,8 +38,10 @@ class Evictable(Hashable, Protocol):
         """Close the connection to free its slot."""
 
     def shutdown(self) -> None:
-        """Close the connection behind the response to the request that is being answered; without such a
-        request, close it at once."""
+        """Close the connection when the response to the present request has ended.
+
+        Without a present request the connection closes at once.
+        """
 
     def abort(self) -> None:
         """Close the connection at once; unread data is lost."""
@@ -109,8 +114,10 @@ class ConnectionTable:
         return any(peers.make_room() for peers in (self._closing, self._waiting, self._stalled))
 
     def crowd_has_gone(self) -> bool:
-        """Return whether the number of open connections has fallen by `CROWD_LEN` from its peak since the
-        last call that returned True."""
+        """Return whether `CROWD_LEN` connections have ended since the peak.
+
+        The peak is the most connections that were open since the last call that returned True.
+        """
         has_gone = self._peak_open - len(self.open) >= CROWD_LEN
         if has_gone:
             self._peak_open = len(self.open)
@@ -127,8 +134,10 @@ Sender = TypeVar("Sender", bound=Hashable)
 
 
 class UploadBudget(Generic[Sender]):
-    """The memory budget of incomplete requests. When it is exceeded, the sender whose bytes have been counted
-    for the longest time is evicted."""
+    """The memory budget of incomplete requests.
+
+    When it is exceeded, the sender whose bytes have been counted for the longest time is evicted.
+    """
 
     def __init__(self, max_bytes: int, evict: Callable[[Sender], None]) -> None:
         """Set the budget.

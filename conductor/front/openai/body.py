@@ -42,8 +42,10 @@ class ReceivedBody:
 
     def __init__(self) -> None:
         self.pieces = [bytearray()]
-        """The pieces in order. Each has at least `_PIECE_BYTES`, except the last, and exceeds that size by
-        less than one added part."""
+        """The pieces in order.
+
+        Each has at least `_PIECE_BYTES`, except the last, and exceeds that size by less than one added part.
+        """
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces))

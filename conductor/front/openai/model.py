@@ -39,8 +39,10 @@ class FrontTokenizer(Protocol):
         """Return the text of `ids`."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
-        """Return the token ids of a conversation, by the model's chat template. `template_kwargs` are the
-        template's variables. Raises RequestError."""
+        """Return the token ids of a conversation, by the model's chat template.
+
+        `template_kwargs` are the template's variables. Raises RequestError.
+        """
 
 
 class Detokenizer(Protocol):
@@ -85,7 +87,7 @@ def load_served_model(
 ) -> ServedModel:
     """Load the checkpoint's tokenizer and limits.
 
-    `tool_format`: the format of tool calls; None for the format that the chat template shows.
+    `tool_format` is the format of tool calls; None for the format that the chat template shows.
 
     Raises ModelError.
     """

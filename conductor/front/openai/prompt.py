@@ -164,8 +164,10 @@ def _many(prompt: object) -> list[object] | None:
 
 
 def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
-    """Return the token ids of a conversation's beginning, without a generation prompt behind it. Raises
-    RequestError."""
+    """Return the token ids of a conversation's beginning, without a generation prompt behind it.
+
+    Raises RequestError.
+    """
     tokens = chat_tokens(prefix.messages, prefix.tools, model, {}, add_generation_prompt=False)
     check_token_ids(tokens, model, "messages")
     _check_room(tokens, model.context_len, "messages")

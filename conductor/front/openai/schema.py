@@ -96,8 +96,10 @@ _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
-    """Return a function that adds the unserved fields to a JSON schema, with the values that have no effect,
-    and forbids unknown fields."""
+    """Return a function that adds the unserved fields to a JSON schema, and forbids unknown fields.
+
+    Of each unserved field the schema allows the values that have no effect.
+    """
 
     def describe(schema: dict[str, Any]) -> None:
         for name, neutral in unserved.items():
@@ -229,8 +231,10 @@ def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> No
 
 
 def check_message_fields(messages: Sequence[Message]) -> None:
-    """Refuse unknown fields of messages, and values that are not served. Raises RequestError that names the
-    field."""
+    """Refuse unknown fields of messages, and values that are not served.
+
+    Raises RequestError that names the field.
+    """
     for index, message in enumerate(messages):
         _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
 

@@ -16,8 +16,10 @@ from conductor.front.openai.call_object import CallObject, NotACallError
 
 
 class ToolFormat(StrEnum):
-    """The format in which a family of models writes tool calls. The setting `http.tool_parser` has these
-    values."""
+    """The format in which a family of models writes tool calls.
+
+    The setting `http.tool_parser` has these values.
+    """
 
     HERMES = "hermes"
     """The format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
@@ -130,8 +132,8 @@ class ToolCallParser:
     def finish(self, is_cut: bool = False) -> list[CallEvent]:
         """End the answer, and return the events of the text that was held back.
 
-        `is_cut`: the answer has reached its longest length. Then the possible beginning of a call is dropped
-        rather than returned as text.
+        `is_cut` says that the answer has reached its longest length. Then the possible beginning of a call is
+        dropped, not returned as text.
         """
         may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
         # Else it is a part of the mark behind calls.
@@ -245,8 +247,10 @@ class ToolCallParser:
         self._raw, self._in = "", _In.TEXT
 
     def _say(self, text: str) -> None:
-        """Append a text event. White space at its end waits until it is known whether text or a call
-        follows."""
+        """Append a text event.
+
+        White space at its end waits until it is known whether text or a call follows.
+        """
         text = self._space + text
         said = text.rstrip()
         self._space = text[len(said) :]

@@ -99,10 +99,10 @@ class ToolCallFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request. `functions`: the functions that may be called.
+    """The tools of a request. `functions` are the functions that may be called.
 
-    `must_call`: the answer must consist of calls. `is_named`: the answer must be one call of the function
-    that the client has named.
+    With `must_call` the answer must consist of calls. With `is_named` the answer must be one call of the
+    function that the client has named.
     """
 
     tool_format: ToolFormat
@@ -127,8 +127,10 @@ def tool_use(
     parallel_tool_calls: bool | None,
     tool_format: ToolFormat | None,
 ) -> ToolUse | None:
-    """Return the tools of a request and their use; None if the answer cannot contain calls. Raises
-    RequestError."""
+    """Return the tools of a request and their use; None if the answer cannot contain calls.
+
+    Raises RequestError.
+    """
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
         raise RequestError("tools: two functions have the same name", param="tools", code="invalid_value")

@@ -43,8 +43,10 @@ _MIN_PENDING_BYTES = 32 << 20
 """Bytes that all incomplete requests together may hold, unless two requests of the largest size need more."""
 _TIDY_S = 5.0
 _IDLE_S = 75.0
-"""Seconds for which an idle connection stays open, longer than clients usually keep it, so that clients close
-first."""
+"""Seconds for which an idle connection stays open.
+
+Clients usually keep it for a shorter time, so that they are the ones who close it.
+"""
 
 
 async def serve(

@@ -45,7 +45,7 @@ async def open_model(config: Config) -> OpenedModel:
 def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfig:
     """Return the settings of a process's front.
 
-    `model_name`: the name under which the model is served, unless the configuration names another.
+    `model_name` is the name under which the model is served, unless the configuration names another.
     """
     return FrontConfig(
         host=config.http.host,

@@ -36,7 +36,7 @@ _SHAPES = {
 
 
 class WantedGrammar(NamedTuple):
-    """The grammar that an answer must follow. `field`: the request's field that asks for it."""
+    """The grammar that an answer must follow. `field` is the request's field that asks for it."""
 
     text: str
     field: str

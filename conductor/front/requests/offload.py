@@ -1,5 +1,6 @@
-"""Processes for work that may take long: parsing, rendering, tokenizing and compiling hold the GIL, so in
-threads they would stop every stream.
+"""Processes for work that may take long.
+
+Parsing, rendering, tokenizing and compiling hold the GIL, so in threads they would stop every stream.
 
 The processes are forked, so that they have the model without reading it again. The front's process forks a
 first process when it begins to serve. The first process has a single thread. It forks a process for each
@@ -36,16 +37,20 @@ MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
 """The most tasks that wait in a queue, of all tenants together and of one tenant."""
 MAX_WAITING_BYTES, MAX_WAITING_BYTES_OF_TENANT = 64 << 20, 32 << 20
-"""The most bytes of bodies that wait in a queue, of all tenants together and of one tenant. One body of each
-tenant may always wait."""
+"""The most bytes of bodies that wait in a queue, of all tenants together and of one tenant.
+
+One body of each tenant may always wait.
+"""
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
 """The most processor seconds, and bytes of new memory, that one task may take."""
 _NICE = 10
 """The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 _MAX_S = 120.0
-"""Seconds after which a task is ended although it has not used up its processor time. Such a task must hang:
-even on a busy machine, a task that computes reaches that limit far sooner."""
+"""Seconds after which a task is ended although it has not used up its processor time.
+
+Such a task must hang: even on a busy machine, a task that computes reaches that limit far sooner.
+"""
 _FORK_S = 30.0
 """Seconds that the first process may take to fork another one. If it takes longer, it hangs or is stopped."""
 _SIZE = struct.Struct("<Q")
@@ -62,8 +67,11 @@ class Queue(Enum):
 
 
 class TaskResult(NamedTuple):
-    """The result of a task: `value`, which is small, as the event loop unpickles it; and `parts`, which may
-    be large, as they are passed on as bytes."""
+    """The result of a task.
+
+    The event loop unpickles `value`, which is therefore small. `parts` are passed on as bytes, and may be
+    large.
+    """
 
     value: Any
     parts: Sequence[bytes] = ()
@@ -82,8 +90,10 @@ class Offload:
     """A pool of processes for tasks. Tasks run only while `run` runs. Needs a running event loop."""
 
     def __init__(self, work: Mapping[Queue, Work]) -> None:
-        """Fork the first process. No other thread may run now: the child would wait for ever for a lock that
-        such a thread holds."""
+        """Fork the first process.
+
+        No other thread may run now: the child would wait for ever for a lock that such a thread holds.
+        """
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._pid = _fork(lambda: _fork_for_queues(other, list(work.values())), keep=[other])

@@ -37,8 +37,10 @@ from mooncake.messages.blocks import KEY_BYTES
 from mooncake.security.api_keys import ApiKey
 
 MAX_BRIEF_BYTES = 8192
-"""The most bytes of a body that is read in the event loop. Reading a longer body there takes milliseconds, by
-which all streams would be late."""
+"""The most bytes of a body that is read in the event loop.
+
+Reading a longer body there takes milliseconds, by which all streams would be late.
+"""
 _MAX_SHORT_BYTES = 1 << 18
 """The most bytes of a body in the queue of short bodies."""
 _MAX_WAITING_GRAMMARS = 16
@@ -67,8 +69,10 @@ class Reading:
     """The reader of one front's bodies. Needs a running event loop; bodies are read only while `run` runs."""
 
     def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
-        """Fork the first process of `offload`. No other thread may run now: the child would wait for ever for
-        a lock that such a thread holds."""
+        """Fork the first process of `offload`.
+
+        No other thread may run now: the child would wait for ever for a lock that such a thread holds.
+        """
         self._model, self._name, self._max_choices = model, served_model_name, max_choices
         self._offload = Offload(
             {Queue.SHORT: self._read, Queue.LONG: self._read, Queue.GRAMMAR: self._compile}
@@ -125,8 +129,10 @@ class Reading:
         return data
 
     async def _may_read_here(self, body: ReceivedBody, key: ApiKey | None) -> bool:
-        """Return whether a body is short enough to be read in the event loop; if so, wait for its turn
-        first."""
+        """Return whether a body is short enough to be read in the event loop.
+
+        If it is, its turn has come when this returns.
+        """
         if len(body) > MAX_BRIEF_BYTES:
             return False
         await self._order.turn(_tenant(key), len(body))

@@ -55,8 +55,10 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """Return the sampling parameters of choice number `choice`, from 0, of a prompt. Raises
-        RequestError."""
+        """Return the sampling parameters of choice number `choice`, from 0, of a prompt.
+
+        Raises RequestError.
+        """
         if self._min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {self._min_tokens}, but the answer has at most"
@@ -70,8 +72,10 @@ class Sampling:
 
 
 def _check_beside_grammar(request: ChatCompletionRequest | CompletionRequest, grammar: WantedGrammar) -> None:
-    """Check that a request with a grammar has no field that forbids tokens. Raises RequestError, as such a
-    field could forbid all tokens that the grammar allows."""
+    """Check that a request with a grammar has no field that forbids tokens.
+
+    Raises RequestError, as such a field could forbid all tokens that the grammar allows.
+    """
     for field in ("min_tokens", "bad_words", "ignore_eos"):
         if getattr(request, field):
             raise RequestError(
@@ -107,8 +111,11 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]
 
 
 def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word: as at the beginning of a text, and also as behind a space if the
-    word has as many tokens there but another first token."""
+    """Return the token ids of each bad word, in one or two forms. Raises RequestError.
+
+    The first form is the word at the beginning of a text. The second form is the word behind a space, if it
+    has as many tokens there but another first token.
+    """
     forms: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         path = f"bad_words[{index}]"

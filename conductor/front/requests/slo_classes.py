@@ -18,7 +18,7 @@ SLO_CLASS_HEADER = "x-mooncake-slo-class"
 def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: ApiKey | None) -> Job:
     """Return the job with the SLO class of this name (None: no class), for the tenant with this key.
 
-    `priorities`: the priority of each class; that of the named class replaces the job's own. Raises
+    `priorities` has the priority of each class; that of the named class replaces the job's own. Raises
     RequestError for a class that does not exist, or whose priority the key may not have.
     """
     if name is None and key is None:

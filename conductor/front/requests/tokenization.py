@@ -58,7 +58,7 @@ def answer_about_tokens(
 ) -> bytes | None:
     """Return the answer in JSON. Raises RequestError.
 
-    `only_brief`: return None instead if making the answer may take long.
+    With `only_brief`, the result is None if making the answer may take long.
     """
     if kind is AboutTokens.DETOKENIZE:
         return msgspec.json.encode(detokenize(body, model, served_model_name))
@@ -69,8 +69,10 @@ def answer_about_tokens(
 
 
 def _is_brief(request: TokenizeRequest) -> bool:
-    """Return whether the answer to a short body takes little time to make. The strings of tokens take too
-    long."""
+    """Return whether the answer to a short body takes little time to make.
+
+    The strings of tokens take too long.
+    """
     num_messages, variables = len(request.messages or ()), request.chat_template_kwargs
     return not request.return_token_strs and is_brief_conversation(num_messages, variables)
 
@@ -141,8 +143,10 @@ def _tokenized(request: TokenizeRequest, model: ServedModel, served_model_name: 
 
 
 def detokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
-    """Return the body of the answer to `/detokenize`; special tokens are part of the text. Raises
-    RequestError."""
+    """Return the body of the answer to `/detokenize`; special tokens are part of the text.
+
+    Raises RequestError.
+    """
     request = parse(DetokenizeRequest, body)
     check_model(request.model, served_model_name)
     if len(request.tokens) > model.context_len:

@@ -28,8 +28,10 @@ class ReadingOrder:
         self._is_due = False
 
     async def turn(self, tenant: str, num_bytes: int) -> None:
-        """Wait until a body of this size may be read. The caller must read it before waiting for anything
-        else."""
+        """Wait until a body of this size may be read.
+
+        The caller must read it before waiting for anything else.
+        """
         waiting = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(waiting)
         self._schedule()

@@ -123,7 +123,7 @@ class Job(msgspec.Struct, frozen=True):
     def requests(self, reply_to: str, span: SpanContext | None = None) -> list[Request]:
         """Return one Request for each choice, in the order of the choices.
 
-        `span`: the context of the HTTP request's span.
+        `span` is the context of the HTTP request's span.
         """
         return [
             Request(
@@ -318,8 +318,10 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 def priority_of(wanted: int | None, key: ApiKey | None) -> int:
-    """Return the priority of a request: the wanted priority or, if that is None, the key's. Raises
-    RequestError if the key does not allow the wanted priority."""
+    """Return the priority of a request: the wanted priority or, if that is None, the key's.
+
+    Raises RequestError if the key does not allow the wanted priority.
+    """
     first = 0 if key is None else key.priority or 0
     if wanted is None:
         return first

@@ -83,7 +83,7 @@ class _DirectRoutes:
 def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
     """Make the HTTP API of `front`, whose link the caller runs. Raises ConfigError for unusable API keys.
 
-    `access`: the check of each client of the admin routes. These routes are served here unless they have a
+    `access` is the check of each client of the admin routes. These routes are served here unless they have a
     listener of their own.
     """
     app = FastAPI(

@@ -95,8 +95,10 @@ def context_caches(front: FrontState) -> APIRouter:
 
 
 async def _compute_for_client(front: FrontState, job: Job, request: Request) -> None:
-    """Run a job while its client is connected. Raises RequestError, or ClientDisconnect if the client hangs
-    up."""
+    """Run a job while its client is connected.
+
+    Raises RequestError, or ClientDisconnect if the client hangs up.
+    """
     computing = asyncio.create_task(_compute(front, job))
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
     stream.on_disconnect(computing.cancel)

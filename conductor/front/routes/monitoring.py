@@ -39,8 +39,10 @@ _HEADERS = {
 def monitoring(
     registry: CollectorRegistry, display: Display | None, link: Link, access: AdminAccess
 ) -> APIRouter:
-    """Return the routes for monitoring. Without a Conductor in this process (`display` is None) there are
-    only the front's metrics."""
+    """Return the routes for monitoring.
+
+    Without a Conductor in this process (`display` is None) there are only the front's metrics.
+    """
     router = APIRouter()
 
     def metrics_text() -> bytes:

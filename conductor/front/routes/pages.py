@@ -31,8 +31,10 @@ _MEDIA_TYPES = {
     "swagger-ui-bundle.js": "text/javascript",
     "swagger-ui.css": "text/css",
 }
-"""The files of Swagger UI, with their media types. The files are kept in memory, so that a client that reads
-nothing holds no file open."""
+"""The files of Swagger UI, with their media types.
+
+The files are kept in memory, so that a client that reads nothing holds no file open.
+"""
 _HEADERS = {
     # Swagger UI is begun by a script within its page, and has styles and pictures of its own.
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline';"

@@ -108,8 +108,11 @@ class FrontState:
         return cluster
 
     def ready_cluster(self) -> ClusterState:
-        """Return the cluster's state. Raises UnavailableError if the cluster cannot serve, as instances for
-        prefill or for decode are missing."""
+        """Return the cluster's state.
+
+        Raises UnavailableError if the cluster cannot serve, as instances for prefill or for decode are
+        missing.
+        """
         cluster = self.cluster()
         missing = [
             f"all {role.value} instances are draining"

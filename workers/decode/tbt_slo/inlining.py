@@ -48,7 +48,7 @@ class _Prompt:
 
 
 class _PromptOrder:
-    """The order of inlined prompts. `lead_tokens`: see `FairOrder`."""
+    """The order of inlined prompts. `lead_tokens` is as in `FairOrder`."""
 
     def __init__(self, lead_tokens: int) -> None:
         self._fair_order = FairOrder(lead_tokens)
