@@ -43,7 +43,7 @@ class FakeConfig(BaseModel):
 
 
 NUM_SHORT_LIVES = 3
-"""The number of starts that end soon, for behaviours in which more than one does."""
+"""The number of starts that end soon, for behaviours in which several do."""
 
 
 def record_life(file: Path) -> int:

@@ -174,9 +174,9 @@ async def paired(
 
 
 async def prepared(pair: Pair, decoded: Decoded) -> Move:
-    """Return the migration of a request to the owner, which has loaded its full blocks.
+    """Begin to move a request to the owner, and return the migration once its full blocks are loaded there.
 
-    The request must not end at its source before.
+    The request must have more output to draw until then.
     """
     move = Move(pair.lab, decoded, pair.owner)
     assert isinstance(await move.pre_copy(), PreCopied)

@@ -101,7 +101,7 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """Append the newest token to the output of a row, for which the row was made without this token."""
+        """Append a token to a row's output. It was still being drawn when the row was made."""
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:

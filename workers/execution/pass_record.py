@@ -38,7 +38,8 @@ class PassRecord:
         self._running: list[Ref] | None = []
         self._written: list[Ref] | None = []
         self._length = _NOBODY
-        """Length field of the latest entry for the running pass."""
+        """The length of the latest entry for the running pass, in bytes, or one of the constants for no
+        entry."""
 
     def take(self) -> list[Ref] | None:
         """Return the requests in whose pass the previous process ended; None if they are unknown.

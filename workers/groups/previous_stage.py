@@ -80,7 +80,10 @@ class PreviousStage:
         self._pulse = LinkPulse(name, timeout_s)
         self._has_joined = False
         self._num_connections = 0
-        """The number of connections when this stage joined: several if the other end had restarted."""
+        """The number of connections that the socket had made when this stage joined.
+
+        A larger number later shows that the connection was broken and made again.
+        """
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
         """Passes that have arrived and have not begun.
 

@@ -90,9 +90,9 @@ class LayerTransfers:
         assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
-        """The latest store from each layer's memory in the window, by the memory's index.
+        """The latest store of each place in the layer window, by the place's index.
 
-        Earlier stores end first.
+        It must end before another layer is loaded to the place.
         """
         self._staged = threading.Semaphore(MOST_STAGED)
         """Limit of the parts of passes that are in pinned memory. At the limit, the computation waits."""

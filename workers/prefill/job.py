@@ -237,7 +237,7 @@ class PrefillJob:
         return self._part
 
     def _num_to_load(self, start: int, page_size: int) -> int:
-        """Return how many leading blocks a pass has to load that computes from token `start` on."""
+        """Return how many leading blocks must be loaded by a pass that begins at token `start`."""
         if self._is_windowed:
             return -(-start // page_size)
         return self._num_cached_blocks if self._must_load else 0

@@ -196,8 +196,8 @@ class ConductorLink:
         Args:
             registration: Returns the registration of this session.
             take_held: Returns the requests that go on under another Conductor, and stops all other requests.
-            heartbeat: Returns a heartbeat. Its argument are the counters of the first worker's pool, by the
-                name of the messenger.
+            heartbeat: Returns a heartbeat. Its argument maps the first worker's messenger to its pool's
+                counters.
         """
         # Later than the Conductor gives this worker up, should only the connection be broken.
         conductor = self._process.config.conductor

@@ -25,9 +25,9 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (64, 512, 2048, 8192)
 NUM_RUNS = 5
 LONGEST_S = 2.0
-"""The longest useful run in seconds.
+"""The most seconds of a run after which larger sizes are still measured.
 
-A size that takes longer is measured once, and larger sizes are not measured.
+A size that takes longer is measured only once.
 """
 TOKEN_ID = 1
 

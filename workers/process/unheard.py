@@ -1,4 +1,4 @@
-"""First tokens that a Conductor may not have received, and that its successor gets therefore.
+"""First tokens that a Conductor may not have received. They are sent to its successor again.
 
 Messages arrive in order, so the answer to a heartbeat shows that all messages before the heartbeat were
 received. A prompt leaves the prefill instance as soon as its KVCache is sent. If the message with its first

@@ -119,7 +119,7 @@ class CachedBlocks:
     def _key_before(self, event: _BlockStored) -> BlockKey | None:
         """Return the key before an event's first block; None if this key is unknown.
 
-        It is unknown for blocks that no request of ours can have.
+        It is unknown if the parent block is, or if no request of ours can have the event's blocks.
         """
         if event.lora_name is not None or event.group_idx:
             return None

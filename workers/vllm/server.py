@@ -72,7 +72,7 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of an answer; or, as its last output, the number of prompt tokens that were not computed."""
+    """New tokens of an answer; or, at its end, the number of cached prompt tokens."""
 
     token_ids: list[int]
     num_cached_tokens: int = 0
@@ -87,7 +87,7 @@ class EngineLoad:
     kv_usage: float = 0.0
     num_pages: int = 0
     num_computed_tokens: int = 0
-    """The prompt tokens that the engine has computed since its start."""
+    """The number of prompt tokens that the engine has computed since its start."""
 
 
 def trace_headers(request: Request) -> dict[str, str]:

@@ -23,7 +23,10 @@ A cluster that misses the SLOs at all these rates is useless.
 """
 
 Load = Callable[[float, int], Iterable[TraceRequest]]
-"""A function of a rate (requests a second) and a seed's index, which returns the requests."""
+"""A function that returns the requests at a rate (requests a second).
+
+Its second argument is a seed's index.
+"""
 
 
 class Trial(NamedTuple):

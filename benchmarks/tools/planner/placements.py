@@ -22,10 +22,11 @@ CHUNKS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def group_sizes(base: Setup, num_devices: int, longest_tokens: int) -> list[int]:
-    """Return the numbers of devices that an instance can have.
+    """Return the possible numbers of devices of an instance.
 
-    It is the number of `base`, or powers of 2 within a node. The model and a request of `longest_tokens` must
-    fit. Raises ConfigError if no number is possible, with the reason for the largest one.
+    If `base` has a number, only this number is tried; otherwise powers of 2 within a node are. The model and
+    a request of `longest_tokens` tokens must fit. Raises ConfigError if no number is possible, with the
+    reason for the largest one.
     """
     of_node = hardware_card(base.hardware).num_gpus
     sizes = [base.num_gpus] if base.num_gpus else [1 << n for n in range(of_node.bit_length())]

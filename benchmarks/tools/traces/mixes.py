@@ -30,7 +30,10 @@ class Mix(NamedTuple):
 MIXES = {
     "chat-and-documents": Mix((RequestClass(0.8, 120, 64), RequestClass(0.2, 1500, 16)), 5.0, 0.15),
 }
-"""Short chats beside long prompts: a load that shows how much prefills disturb decoding."""
+"""The mixes by name. `chat-and-documents` has short chats beside long prompts.
+
+It shows how much prefills disturb decoding.
+"""
 
 
 def mixed(mix: Mix, rate_per_s: float, burstiness: float, seed: int) -> Iterator[TraceRequest]:

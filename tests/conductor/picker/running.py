@@ -22,9 +22,9 @@ class Running:
         self._process, self._is_told = process, False
 
     def tell_to_end(self) -> None:
-        """Tell the picker to end.
+        """Send the picker a signal to end. Further calls send none.
 
-        Idempotent, because Python has removed its handlers before a second signal.
+        A second signal could come when Python has removed its handlers.
         """
         if not self._is_told:
             self._process.send_signal(signal.SIGTERM)

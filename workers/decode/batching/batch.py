@@ -80,7 +80,10 @@ class DecodeBatch:
         return len(self._running)
 
     def check_loans(self, sequence: Sequence) -> None:
-        """Check that enough pages are not lent for a sequence's longest output. Raises NoRoomError."""
+        """Check that there are pages for a sequence's longest output beside those that are lent.
+
+        Raises NoRoomError.
+        """
         kv, num_pages = self._kv, sequence.most_pages(self._kv.page_size)
         if kv.num_usable_pages < num_pages <= kv.num_own_pages:
             raise NoRoomError(
@@ -164,7 +167,8 @@ class DecodeBatch:
             sequence.num_stays += 1
 
     def release_left(self) -> None:
-        """Set `left` of sequences that have left the batch, if no iteration computes with their pages."""
+        """Set the event `left` of sequences that have left the batch, if no iteration computes with their
+        pages."""
         for sequence in self._leaving:
             if not sequence.is_in_flight:
                 sequence.note_left()
@@ -286,7 +290,7 @@ class DecodeBatch:
     def _make_room(self, sequence: Sequence) -> int:
         """Preempt one sequence, perhaps `sequence` itself, so that `sequence` can grow.
 
-        The newest sequence is preempted that yields to `sequence`; if none does, the newest one to which
+        It is the newest sequence that yields to `sequence` or, if none yields, the newest one to which
         `sequence` does not yield. Returns the number of pages that become free.
         """
         shares = self._shares()

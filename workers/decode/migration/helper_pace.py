@@ -74,7 +74,7 @@ class HelperPace:
 
     @classmethod
     def unknown(cls) -> "HelperPace":
-        """Return a pace that compares the helper with nothing."""
+        """Return a pace without iterations to compare with. Only the TBT SLO counts then."""
         return cls(TBTPredictor(), 0, 0)
 
     def ended(self, iteration: IterationTime, now_s: float) -> str:

@@ -140,8 +140,7 @@ class KVCacheMove:
             raise ModulesStayError("the helper was lost before the move was complete")
 
     def complete(self) -> list[torch.Tensor]:
-        """Switch the cache to the new arrangement, and end the move. Returns the memory that is no longer
-        used.
+        """Switch the cache to the new arrangement, and end the move. Returns the old arrangement's memory.
 
         To be called while nothing computes, when all used pages have been copied in their present state. If
         the helper that is to get modules is lost, raises ModulesStayError, and the cache is unchanged.

@@ -54,7 +54,7 @@ class InstanceShape:
     prefill_layer_window: bool = False
     """Whether the devices of prefill instances have memory for only some layers at a time."""
     first_token_s: float = 0.0
-    """Seconds before a first token that are neither queue nor computing: front, dispatch."""
+    """Seconds before a first token that are spent neither in queues nor with computing: front, dispatch."""
     prompt_s: float = 0.0
     """Seconds that each prompt takes of a prefill instance besides its passes."""
     slowdowns: tuple[float, float] | None = None

@@ -238,10 +238,8 @@ class DecodeInstance:
         ended: Callable[..., None],
         *of: object,
     ) -> None:
-        """Run one iteration with shares of prompts beside `size` requests.
-
-        Then call `ended` with its seconds and `of`.
-        """
+        """Run one iteration with shares of prompts beside `size` requests, then call `ended(seconds,
+        *of)`."""
         self._is_mixed = True
         node, costs = self.node, self.node.costs
         seconds = node.factor * (costs.iteration_s(shares, size) + costs.kv_token_s * num_kv_tokens)
