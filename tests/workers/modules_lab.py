@@ -112,7 +112,7 @@ class Pair:
         await asyncio.sleep(0)  # it listens before it waits for anything
 
     def lose_owner(self) -> None:
-        """End the owner's work, as if its process ended soon."""
+        """Begin to end the owner's work and connections, as if its process ended."""
         for ref in self.owner.decode_jobs.refs:
             self.owner.decode_jobs.cancel(ref)
         assert self.owner.decoding is not None

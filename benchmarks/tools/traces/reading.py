@@ -2,8 +2,8 @@
 
 A file is read line by line, so it may be long. A line that is no request ends the reading with an error that
 names the line. Two faults of real traces are repaired, counted and reported instead. A request without an
-input or an output (it failed where the trace was recorded) is left out. A request whose time is before the
-previous request's arrives together with that request.
+input or an output (it failed where the trace was recorded) is left out. A request that is earlier than the
+previous one gets the time of the previous one.
 
 Owns: formats. Does not know: what a trace is used for.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 LONGEST_SHARE = 0.1
-"""The share of a request's gaps, the longest ones, whose mean is its TBT."""
+"""A request's TBT is the mean of this share of its gaps, the longest ones."""
 _SEED = 0
 
 
