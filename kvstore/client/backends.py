@@ -1,8 +1,8 @@
 """The pools of a client, and failover between them.
 
-A thread has a connection for itself while it uses a pool. A separate thread reconnects to a lost pool: about
-once a second, and only while there are calls. If another pool can answer a call, the call waits only a moment
-for this thread.
+A connection is used by one thread at a time. A lost pool is reconnected by a thread of its own: about once a
+second, and only while there are calls. If another pool can answer a call, the call waits only `_MOMENT_S` for
+the reconnection.
 
 Owns: open connections and their serials; failover to another pool that can answer. Does not know: the calls.
 """
@@ -36,7 +36,10 @@ Answer = TypeVar("Answer")
 
 
 class Unreachable(Exception):
-    """A pool does not answer now, or has come back with other blocks or another key. The message says why."""
+    """A pool does not answer, or has come back for another model or layout, or with another cluster key.
+
+    The message says why.
+    """
 
     def __init__(self, url: PoolURL, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -213,9 +216,9 @@ class Backend:
             return self._attempt
 
     def _reconnect(self) -> None:
-        """Reconnect to the pool, once for the serial of each lost connection.
+        """Reconnect to the pool, once under each serial whose lost connection may have had pages reserved.
 
-        The pool keeps aside the pages of a lost connection until a connection with the same serial is made.
+        The pool keeps such pages quarantined until a connection with the same serial is made.
         """
         try:
             while True:
@@ -263,10 +266,10 @@ class Backends:
     def in_turn(
         self, wanted: Sequence[int], use: Callable[[PoolConnection, Sequence[int]], Sequence[int]]
     ) -> None:
-        """Ask one pool after the other until all `wanted` blocks are found.
+        """Ask one pool after the other for the blocks at the positions `wanted`, until all are found.
 
-        `use` is called with the positions that are still wanted, and returns the positions that are missing
-        in its pool.
+        `use` is called with the positions that are still wanted, and returns the positions whose blocks its
+        pool lacks.
         """
 
         def ask(connection: PoolConnection) -> None:
@@ -280,7 +283,7 @@ class Backends:
     def _ask(self, use: Callable[[PoolConnection], Answer]) -> Iterator[Answer]:
         lost: list[Unreachable] = []
         has_answer = False
-        # Only when nobody else answers is a lost pool waited for.
+        # A lost pool is waited for only if no other pool answers.
         for patiently in (True,) if len(self.all) == 1 else (False, True):
             for backend in self.all:
                 try:

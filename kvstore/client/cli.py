@@ -221,7 +221,7 @@ def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[in
         blocks = iter(block.key for _, block in pool.list_blocks())
         num_at_once = max(1, _VERIFIED_BYTES // pool.layout.block_bytes)
         while some_keys := list(itertools.islice(blocks, num_at_once)):
-            # A block that is in two tiers is listed twice; either time all of its copies are read.
+            # A block in two tiers is listed twice, and verified once: all of its copies are read then.
             found = pool.verify([key for key in dict.fromkeys(some_keys) if key not in seen])
             num_intact += found.num_intact
             damaged += found.damaged

@@ -67,8 +67,8 @@ class KVCachePool:
     A key has 16 bytes, a block the layout's `block_bytes`. Puts go to the first pool. Reads go to the first
     pool; blocks that it lacks are read from the other pools. A pool that does not answer counts as empty, and
     is tried again about a second later. If no pool answers, the call raises an error: MismatchError if a pool
-    has come back with other blocks, ConfigError if a pool has come back with another cluster key, else
-    PoolError. A client is a context manager.
+    has come back for another model or layout, ConfigError if a pool has come back with another cluster key,
+    else PoolError. A client is a context manager.
     """
 
     def __init__(self, backends: Backends, fingerprint: str, layout: KVLayout) -> None:

@@ -167,7 +167,7 @@ class PoolConnection(ABC):
             if self._await_space is not None and answer.call_id == self._await_space.call_id:
                 self._await_space = None
             if answer.call_id != call.call_id:
-                continue  # of a call that was given up
+                continue  # the answer to a call whose caller has stopped waiting
             if isinstance(answer, CallFailed):
                 raise answer.error(f"this client and the pool at {self.url.text} must agree")
             if not isinstance(answer, expected):
@@ -238,7 +238,7 @@ class PoolConnection(ABC):
                 raise full from None
 
     def _wait_for_space(self, space_epoch: int, timeout_s: float) -> None:
-        # A client that gives up again and again in a full pool leaves one such call behind, not many.
+        # A call without an answer is used again: a client whose puts time out has one such call, not many.
         if self._await_space is None:
             self._await_space = AwaitSpace(self.next_id(), space_epoch)
             self.notify(self._await_space)
@@ -287,7 +287,7 @@ _connections: "weakref.WeakSet[PoolConnection]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close a forked child's copies of the sockets, which would keep the parent's sessions open."""
+    """Close a forked child's copies of the sockets: open copies would keep the parent's sessions open."""
     for connection in _connections:
         connection.is_open = False
         connection._sock.close()

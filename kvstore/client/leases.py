@@ -51,7 +51,7 @@ class Lease:
         is_intact = [False] * len(self.blocks)
         for position, (connection, page, generation) in self._pages.items():
             is_there = connection.is_intact(self._keys[position], page)
-            # It may have gone and come back to the same page: then the generation is another.
+            # The block may have left its page and come back: then the page has another generation.
             is_intact[position] = is_there and connection.mapping.table.generation(page) == generation
         return is_intact
 
@@ -63,7 +63,7 @@ class Lease:
                 with contextlib.suppress(BufferError):  # the caller holds an array over it
                     view.release()
         for connection, lease_id in leases:
-            with contextlib.suppress(OSError):  # its end ended the lease
+            with contextlib.suppress(OSError):  # a lost connection has ended its leases
                 connection.end_lease(lease_id)
 
     def __enter__(self) -> "Lease":

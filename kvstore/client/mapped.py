@@ -37,11 +37,14 @@ from mooncake.messages.blocks import BlockKey
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _COPY_LEASE_S = 30.0
-"""Seconds for which a copy leases its blocks. A copy takes less time."""
+"""Seconds for which a copy leases its blocks: more than a copy takes."""
 _TRIES = 40
 """Attempts to receive an answer before the thread sleeps."""
 _POPULATED_BYTES = 64 * 1024
-"""One call maps a page of this many bytes or more. Smaller pages are mapped by faults, 4 KiB at a time."""
+"""Pool pages of this many bytes or more are mapped by one system call each.
+
+Smaller ones are mapped by page faults, 4 KiB at a time.
+"""
 
 
 class Mapping:
@@ -63,10 +66,11 @@ class Mapping:
         return self.segment.layers_view(page, layers)
 
     def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
-        """Return whether the bytes just read from `page` were this block, and intact.
+        """Return whether the bytes just read from `page` are this block's, and intact.
 
-        If the process was stopped, its lease may have ended, and the page may have another block now. The
-        fields of a page table are written in a fixed order, so it is enough to check the state last.
+        If this process was paused for longer than its lease, the page may have another block by now. The
+        state is read last; that is enough because of the order in which `kvstore.pool.pages` writes a page's
+        fields.
         """
         table = self.table
         return (
@@ -101,7 +105,8 @@ class MappedConnection(PoolConnection):
     ) -> "MappedConnection":
         """Connect to the pool at `url`, and map its segment, unless `known` maps this segment already.
 
-        Raises OSError if nothing answers or no descriptor is left, or the error with which the pool refuses.
+        Raises OSError if nothing answers or this process can open no more files, or the error with which the
+        pool refuses.
         """
         assert url.unix_path is not None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

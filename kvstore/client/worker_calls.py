@@ -22,7 +22,10 @@ from mooncake.errors import PoolError
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _ADVICE = "this worker and its messenger's pool must agree"
 _ANSWER_TIMEOUT_S = 10.0
-"""Seconds within which a working messenger must answer a call that does not wait for other users."""
+"""Seconds within which a messenger must answer a call.
+
+Calls that wait for something else, such as free pages, have no limit.
+"""
 _RETRY_S = 0.02
 """Seconds between two attempts to connect to a messenger that does not listen yet."""
 Expected = TypeVar("Expected", bound=Answer)
@@ -96,7 +99,8 @@ class WorkerCalls:
     ) -> Expected:
         """Return the answer to `call`, which must be of type `expected`.
 
-        Raises the error with which the messenger answers. `on_layers` is called while a fetch proceeds.
+        Raises the error with which the messenger answers. `on_layers` is called with the progress of a fetch
+        (see `WorkerClient.fetch`).
         """
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._in_flight[call.call_id] = answered
@@ -156,7 +160,7 @@ class WorkerCalls:
         for answered in self._in_flight.values():
             if not answered.done():
                 answered.set_exception(PoolError(self._gone_reason))
-                answered.exception()  # retrieved, should its caller be gone
+                answered.exception()  # counts as retrieved, if the caller is gone
 
 
 async def _connected(socket_path: str) -> socket.socket:

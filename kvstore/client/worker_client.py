@@ -243,11 +243,11 @@ class WorkerClient:
 
         `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first
         `num_blocks` blocks have arrived. It is also called several times a second while a part of the next
-        layers arrives.
+        layers arrives. The fetch has given up the blocks from `num_blocks` on: until the call returns, the
+        caller may write these blocks, and no others.
 
         Returns for each block the number of layers that have arrived, and its page, which may be a new page.
-        Before the call returns, the caller may write only blocks from `num_blocks` on, which the fetch has
-        given up. If a source fails, no error is raised.
+        If a source fails, no error is raised.
         """
         call = FetchBlocks(self._calls.new_id(), reservation_id, list(sources), list(blocks))
         answer = await self._calls.ask(call, Fetched, on_layers)

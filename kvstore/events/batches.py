@@ -68,7 +68,7 @@ class EventLog:
         self._keys: list[BlockKey]
         """Keys of the last event. Further keys of the same kind and tier are added to this list."""
         self._start_batch()
-        # Numbers begin anew with each life: followers of an earlier one must forget what it said.
+        # Numbers begin anew with each life: followers of an earlier life must forget its events.
         self.cleared()
 
     def on_event(self, listener: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class EventLog:
     def _collect_all(self, kind: type[KVStored | KVRemoved], tier: Tier, keys: Sequence[BlockKey]) -> None:
         while keys:
             self._collect(kind, tier, keys[0])
-            # The one that fills a batch is collected by itself.
+            # The block that fills a batch goes through `_collect`, which seals the batch.
             room = MAX_BATCH_BLOCKS - 1 - self._num_blocks if self._num_blocks else 0
             rest = keys[1 : 1 + room]
             self._keys += rest

@@ -25,7 +25,7 @@ from mooncake.security.curve import Gate
 from mooncake.security.keys import ClusterKey
 
 Snapshot = Callable[[], Iterable[tuple[Tier, list[BlockKey]]]]
-"""A function that returns the blocks of the pool by tier, in agreement with the events in the log."""
+"""A function that returns the blocks of the pool by tier, as they are after the log's last event."""
 
 KV_TOPIC = b"kv"
 """The ZeroMQ topic of every batch."""

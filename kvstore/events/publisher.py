@@ -80,7 +80,7 @@ class Publisher(ABC):
             self.close()
             raise
         events.on_event(self._woken.set)
-        self._woken.set()  # for what the log holds already
+        self._woken.set()  # for batches that are in the log already
 
     async def run(self) -> None:
         """Publish and answer until cancelled, then close."""

@@ -64,7 +64,7 @@ class PageAllocator:
         """Number of SEALED pages without users."""
         self._victims: deque[tuple[int, int]] = deque()
         """The next victims, and the last use of each when it was chosen."""
-        # Counted anew: what was damaged may be any number, so there might be none above it.
+        # Uses are counted anew: a damaged `last_use` may be any number, even the largest.
         self._last_use = len(adopted.sealed)
         table.last_uses[adopted.sealed] = range(1, self._last_use + 1)
 

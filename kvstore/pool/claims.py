@@ -37,7 +37,7 @@ class Block:
     """
     tokens: BlockTokens | None = None
     tier: Tier | None = None
-    """SSD if the block was promoted since an earlier request asked for it, DRAM for other found blocks, else
+    """SSD if the block was promoted and no request has asked for it since, DRAM for other found blocks, else
     None."""
 
 

@@ -73,8 +73,8 @@ class Evictor:
     def require(self, num_pages: int) -> None:
         """Evict until `num_pages` pages are free. Raises PoolFullError if that is impossible now.
 
-        If the pages could be had as soon as the lower tier has caught up, they count as wanted (`num_wanted`)
-        from then on.
+        If enough pages are free or idle, but the lower tier does not hold their blocks yet, `num_wanted`
+        becomes at least `num_pages`.
         """
         self.check(num_pages, 0)
         if not self.make_room(num_pages):

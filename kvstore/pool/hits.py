@@ -1,7 +1,6 @@
 """Hits and misses of blocks that requests ask for: hits by tier, misses by reason.
 
-Owns: these counts, which pages in DRAM have blocks that the lower tier had, keys evicted lately. Does not
-know: the pool.
+Owns: these counts, the pages of promoted blocks, keys evicted lately. Does not know: the pool.
 """
 
 from collections import Counter
@@ -58,7 +57,7 @@ class Hits:
 
     def __init__(self, ghosts: Ghosts) -> None:
         self.num_hits: Counter[Tier] = Counter()
-        """Hits by tier: SSD if the block was promoted since an earlier request asked for it, else DRAM."""
+        """Hits by tier: SSD if the block was promoted and no request has asked for it since, else DRAM."""
         self.num_misses: Counter[str] = Counter()
         """Misses by reason: evicted lately, or absent."""
         self._ghosts = ghosts
@@ -74,7 +73,7 @@ class Hits:
         self._promoted.discard(page)
 
     def tier(self, page: int) -> Tier:
-        """Return SSD if the block in `page` was promoted since a request last asked for it, else DRAM."""
+        """Return SSD if the block in `page` was promoted and no request has asked for it since, else DRAM."""
         return Tier.SSD if page in self._promoted else Tier.DRAM
 
     def found(self, pages: Collection[int]) -> None:

@@ -68,7 +68,7 @@ TRANSITIONS: dict[PageState, frozenset[PageState]] = {
     PageState.SEALED: frozenset({PageState.QUARANTINED, PageState.FREE}),
     PageState.QUARANTINED: frozenset({PageState.FREE}),
 }
-# What follows is asked of every page that is touched; a member of an enum costs several times an integer.
+# Every page that is touched needs these: a member of an enum costs several times an integer.
 FREE, RESERVED, SEALED, QUARANTINED = map(int, PageState)
 _STATES = tuple(PageState)
 _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for before in PageState)

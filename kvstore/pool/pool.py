@@ -149,12 +149,12 @@ class Pool:
         few pages are free or can be evicted now, PoolError if the pool has too few pages at all.
         """
         self._check_size(len(keys) + num_private)
-        number = self.allocator.shares.enter(tenant)  # before others' blocks are evicted for it
+        number = self.allocator.shares.enter(tenant)  # the evictions below spare its share
         index = self.allocator.index
         places = [index.get(key) for key in keys]
         found = list(dict.fromkeys(page for page in places if page is not None))
         num_missing = places.count(None) + num_private
-        self.allocator.add_user(found)  # not to be evicted for the others
+        self.allocator.add_user(found)  # the evictions below must not take them
         try:
             self.evictor.require(num_missing)
         except PoolFullError:

@@ -237,7 +237,7 @@ class Segment:
         return layer_checksums(self.layers_view(page, layers), self._layer_bytes) == checksums
 
     def huge_chunks(self) -> range:
-        """Return the offsets of the chunks that `use_huge_pages` takes, one after the other."""
+        """Return the offsets of the segment's chunks, each for one call of `use_huge_pages`."""
         return range(0, self._mapping.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _CHUNK_BYTES)
 
     def use_huge_pages(self, start: int) -> bool:

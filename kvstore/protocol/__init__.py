@@ -1,1 +1,2 @@
-"""Messages between a pool and its users, over a Unix socket and over TCP."""
+"""Messages between a messenger and the users of its pool part (a worker, clients), over a Unix socket or
+TCP."""

@@ -1,4 +1,4 @@
-"""Messages of a messenger to the users of its pool part. Most are answers to `calls`.
+"""Messages of a messenger to the worker and the clients of its pool part. Most are answers to `calls`.
 
 Owns: the vocabulary of these messages. Does not know: sockets.
 """
@@ -166,10 +166,10 @@ class ErrorKind(StrEnum):
 
 
 class CallFailed(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a call that failed in the messenger; the user raises the same error.
+    """The answer to a call that failed in the messenger; the caller raises the same error.
 
     `space_epoch` is set for POOL_FULL. `mismatch` is set for MISMATCH: what differs, the messenger's value,
-    the user's value.
+    the caller's value.
     """
 
     call_id: int
@@ -211,7 +211,7 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Detached(msgspec.Struct, tag=True, frozen=True):
-    """The end of the session, because the user has sent an invalid message."""
+    """The end of the session, because the worker or client has sent an invalid message."""
 
     reason: str
 

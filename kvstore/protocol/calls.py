@@ -1,9 +1,9 @@
 """Messages of the users of an instance's part of the pool to its messenger.
 
-A *worker* (`Attach`) and any number of *clients* (`Connect`) send the same messages. On a Unix socket a
-message is one msgpack packet, and the user maps the segment. Clients on other hosts use TCP, where a message
-is one frame (`frames`), after both sides have proved that they know the cluster's key (`greeting`). These
-clients map nothing, so blocks travel after `PutBlocks` and `GotBlocks`.
+The users are a *worker* (`Attach`) and any number of *clients* (`Connect`). Both send the same messages. On a
+Unix socket a message is one msgpack packet, and the user maps the segment. Clients on other hosts use TCP,
+where a message is one frame (`frames`), after both sides have proved that they know the cluster's key
+(`greeting`). These clients map nothing, so blocks travel after `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
 `Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `DeviceBlocks`, `StopFetch` and `DropIdle` are no calls:
@@ -325,7 +325,7 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
-"""The calls that may wait for other users. All other calls are answered within seconds."""
+"""The calls that may wait for another worker, client or pool. All other calls are answered within seconds."""
 Call = (
     Attach
     | Connect

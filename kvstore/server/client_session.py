@@ -244,14 +244,14 @@ class ClientSession:
         """
         if not self.store.is_on_ssd_only(keys):
             return self._reserve(keys, num_private, tenant)
-        # A request that could not be served anyway must not move blocks: that would look like room to others
-        # that wait, and they would do the same to it.
+        # A request that cannot be served must not move blocks: that would wake other waiting requests, which
+        # would move blocks and wake this one.
         self._pool.check_room(_checked(keys), num_private)
         found_prefix = self.store.found_prefix(keys)
         with contextlib.suppress(PoolFullError):
             async with self.store.mover.keep_promoted(found_prefix, patiently=False):
                 return self._reserve(keys, num_private, tenant)
-        # What was held for blocks that could not be promoted is free now, and nobody else may ever free more.
+        # The context has released pages of blocks that could not be promoted. Perhaps nothing else ever does.
         return self._reserve(keys, num_private, tenant)
 
     async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
@@ -293,7 +293,7 @@ class ClientSession:
         """Record a commit. Raises PoolError for a commit that no correct user sends."""
         reservation = self._own(commit.reservation_id)
         if reservation is None:
-            return  # released while the commit was on its way
+            return  # released while the commit was in flight
         layers = range(commit.layer_begin, commit.layer_end)
         if not 0 <= layers.start < layers.stop <= self.store.segment.layout.num_layers:
             raise PoolError(f"a commit names layers [{layers.start}, {layers.stop})")

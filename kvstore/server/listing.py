@@ -165,7 +165,7 @@ async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
     pool.hold(page)
     reading.add_done_callback(lambda _: pool.unhold(page, used=False))
     is_intact = await asyncio.shield(reading) == expected
-    if not is_intact and pool.find(key) == page:  # else it has gone meanwhile, and another may be there
+    if not is_intact and pool.find(key) == page:  # else the page may have another block now
         pool.drop(page)
     return [is_intact]
 

@@ -73,8 +73,10 @@ async def serve_client(
     *,
     timeout_s: float,
 ) -> None:
-    """Serve a client from its greeting until it leaves. Its proof and its first message are due within
-    `timeout_s` seconds each."""
+    """Serve a client from its greeting until it leaves.
+
+    The client's proof, and then its first message, must arrive within `timeout_s` seconds each.
+    """
     client = _Client(stream)
     try:
         with unauthenticated.entered(stream):
@@ -178,10 +180,11 @@ class _Client:
     # -- messages ---------------------------------------------------------------------------------
 
     def _take_calls(self) -> PutBlocks | GetBlocks | None:
-        """Receive calls, and answer calls that move no blocks at once, without waking the waiting task.
+        """Receive calls, and answer the calls that move no blocks, without waking the task that waits in
+        `serve`.
 
-        Returns a call that moves blocks; None when other tasks must have their turn, or answers must wait.
-        Raises BlockingIOError when no call is there.
+        Returns a call that moves blocks; None when other tasks must have their turn, or when answers must
+        wait until the client reads. Raises BlockingIOError when no call is there.
         """
         for _ in range(_MOST_CALLS_AT_ONCE):
             while (room := self._frames.room_for_message()) is not None:

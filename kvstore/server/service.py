@@ -115,9 +115,9 @@ class Service:
         return self._told(internal.endpoint), self._told(internal.request_endpoint)
 
     def _told(self, bound: str) -> str:
-        """Return the endpoint of KV events that the Conductor gets to know for the endpoint `bound`.
+        """Return the endpoint that the Conductor is told for `bound`, an endpoint of KV events.
 
-        The result has the address by which other hosts reach this host.
+        It has the address by which other hosts reach this host.
         """
         if not bound.startswith("tcp://"):
             return bound
@@ -166,9 +166,10 @@ class Service:
     def _admit_local(
         self, first: Attach | Connect, connection: ServerConnection[ToPool]
     ) -> ClientSession | None:
-        """Answer the first message of a user of this host, which maps the segment.
+        """Answer the first message of a worker or client of this host. The answer has the segment's
+        descriptor.
 
-        Returns the user's session; None if the user is refused.
+        Returns the session of the worker or client; None if it is refused.
         """
         writer = PageWriter(connection.peer_pid, first.serial)
         try:
@@ -215,7 +216,7 @@ class Service:
         self, store: Store, name: str, writer: PageWriter | None, send: Callable[[FromRemotePool], None]
     ) -> ClientSession:
         if writer is not None:
-            store.pool.writer_gone(writer)  # it says that it has stopped what it had begun
+            store.pool.writer_gone(writer)  # who connects again has stopped writing
         return ClientSession(User(next(self._owners), name, writer), store, self._tasks, send)
 
     def _attach(
@@ -236,10 +237,10 @@ class Service:
         return answer, self._open_session(store, name, writer, connection.send)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """Return the store. If there is none yet, it is made with the user's fingerprint and layout.
+        """Return the store. If there is none yet, it is made for `fingerprint` and `layout`.
 
-        Raises MismatchError if the store does not fit fingerprint or layout (None fits any). Raises PoolError
-        if there is no store yet and the user does not name both.
+        Raises MismatchError if the store does not fit `fingerprint` or `layout`; None fits any store. Raises
+        PoolError if there is no store yet and one of the two is None.
         """
         if self.store is None:
             if fingerprint is None or layout is None:

@@ -144,9 +144,9 @@ class Store:
         """Move the segment into huge pages, lock it in memory, and then register it for RDMA.
 
         The segment is locked as far as the kernel allows. Registered memory cannot be moved any more, and
-        huge pages are registered fast. All of this goes on beside requests, and takes minutes in a large
-        segment. Without RDMA cards, which would wait for it, the work goes on at half speed. Raises
-        ConfigError if RDMA is demanded and the segment cannot be registered.
+        huge pages are registered fast. The work goes on beside requests, and takes minutes in a large
+        segment. Without RDMA cards nothing waits for it: then it pauses after each chunk for as long as the
+        chunk took. Raises ConfigError if RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = was_moved = True
@@ -155,7 +155,7 @@ class Store:
             is_moved = await loop.run_in_executor(None, self.segment.use_huge_pages, start)
             is_huge &= is_moved
             if not is_moved and not was_moved:
-                break  # else it may have been a page that is being sent
+                break  # one failure may be due to a page that is being sent
             was_moved = is_moved
             if not self.cards.names:
                 await asyncio.sleep(loop.time() - started_s)
@@ -229,8 +229,8 @@ def open_store(
     table = segment.page_table()
     copy_table = shared_segment.copy_table if shared_segment is not None else None
     copiers = [PageWriter.copier(pid) for pid in copy_table.former_copiers] if copy_table is not None else []
-    # Any process that was copying may be writing any granted page, of which the table names one writer only.
-    # So the pages are quarantined as the first one's, and `keep_aside` adds the others until each is quiet.
+    # Each process that was copying may be writing any granted page, but the table names one writer a page.
+    # So the first copier is entered in the table, and `keep_aside` adds the others.
     for copier in copiers[:1]:
         table.assign(copier)
     catalogue = segment.catalogue()

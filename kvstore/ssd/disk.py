@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 _GONE = (FREE, QUARANTINED)
 """The states of slots whose block cannot be found."""
 _USES = 1 << 62
-"""The upper bound of the last use that is read from a slab.
+"""Last uses are read from a slab modulo this number.
 
-A damaged slab may give any number, and counting goes on from this number.
+A damaged slab may give any number, and the disk counts on from the largest last use.
 """
 _FIRST_PAUSE_S = 1.0
 """Seconds for which a disk is suspended after its first failure."""
@@ -55,7 +55,7 @@ class Disk:
         on_health: Callable[[], None],
     ) -> None:
         self.slab = slab
-        # The slab's own table lies in a file: a disk that hangs may hold up those that write there.
+        # The slab's own table lies in a file: a disk that hangs may block threads that write to the table.
         self.allocator = PageAllocator(slab.table.copy(), policy, on_removed)
         self._last_use = int(slab.table.last_uses.max(initial=0)) % _USES
         self.is_healthy = True
@@ -127,7 +127,7 @@ class Disk:
             log.error("SSD tier: %s is suspended: %s; the pool goes on without it", self.slab.path, reason)
         asyncio.get_running_loop().call_later(self._pause_s, self._resume)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        while self._queue:  # what waits there has pages that others need
+        while self._queue:  # the waiting work holds pages that requests need
             turn = self._queue.popleft()
             if not turn.done():
                 turn.set_exception(Suspended())
@@ -180,7 +180,10 @@ class Disk:
         self.erase(slot)
 
     def erase(self, slot: int) -> None:
-        """Erase the record in `slot` now, so that the removed block is not found after a crash."""
+        """Erase the record in `slot` at once, unless the slot has got another block meanwhile.
+
+        So the removed block is not found after a crash.
+        """
         self.slab.erase(slot, lambda: self.allocator.table.state_of[slot] in _GONE)
 
     def close(self) -> None:

@@ -83,7 +83,10 @@ class Mover:
         self._max_demotions = max_demotions
         self._promotion_timeout_s = promotion_timeout_s
         self._demoting: set[int] = set()
-        """Pages that are being demoted, and should become free within the timeout."""
+        """Pages that are being demoted and count as soon free.
+
+        A page whose disk takes longer than `promotion_timeout_s` is taken out; its demotion goes on.
+        """
         self._is_pausing = False
         """Whether the mover pauses, because no disk took a block."""
         self._promotions: dict[BlockKey, _Promotion] = {}
@@ -119,7 +122,7 @@ class Mover:
         while pool.allocator.num_free + len(self._demoting) < self._num_target:
             page = pool.allocator.coldest()
             if page is None:
-                break  # every page is in use; the next one that is not wakes us
+                break  # every page is in use; the next page that becomes idle wakes us
             if evictor.is_disposable(page):
                 evictor.evict(page)
                 evictor.changed()
@@ -131,7 +134,7 @@ class Mover:
                 return  # the next demotion that ends, or the end of the pause, wakes us
         if not self._demoting:
             evictor.num_wanted = (
-                0  # requests that still wait ask again; others must not be evicted for nobody
+                0  # requests that still wait ask again; else blocks would be evicted for no request
             )
 
     async def flush(self, timeout_s: float) -> None:
@@ -183,7 +186,7 @@ class Mover:
             self._promotion_timeout_s, self._stop_counting_on, page
         )
         try:
-            # It may have been removed, even stored anew elsewhere, before this task began.
+            # The block may have been removed, even stored again in another page, before this task began.
             is_held = pool.find(key) == page and await self._ssd.store(
                 key, self._segment.stride_view(page), checksums, position, num_uses
             )
@@ -279,7 +282,7 @@ class Mover:
         Waits for pages as `keep_promoted` describes.
         """
         assert self._ssd is not None
-        # What is there comes first: else it might have to go to make room for the others.
+        # Blocks in DRAM come first: else they might be evicted to make room for the others.
         for key in sorted(dict.fromkeys(keys), key=lambda key: self._pool.find(key) is None):
             while (page := self._pool.find(key)) is None and self._ssd.holds(key):
                 promotion = self._promotions.get(key) or self._begin(key)

@@ -40,7 +40,7 @@ from mooncake.messages.blocks import BlockKey, KVLayout
 
 MAGIC = b"MCKVSLB\0"
 
-_MODE = 0o600  # a block tells what its user wrote
+_MODE = 0o600  # a block reveals its prompt
 _PID_DIGITS = 10
 _MISPLACED = frozenset(
     {

@@ -108,7 +108,7 @@ class SsdTier:
         if self.holds(key):
             return True
         if key in self._writing:
-            return False  # not yet, and perhaps never
+            return False  # another call writes the block, and may fail
         disk = self._healthy_disk()
         slot = disk.take_slot() if disk is not None else None
         if disk is None or slot is None:
@@ -254,7 +254,7 @@ class SsdTier:
     def _num_copies(self, key: BlockKey) -> int:
         """Return the number of disks that have a block.
 
-        It is more than one if the block was stored again while its disk was suspended.
+        There are several if the block was stored again while its first disk was suspended.
         """
         return sum(key in disk.allocator.index for disk in self.disks)
 

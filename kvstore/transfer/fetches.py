@@ -231,12 +231,12 @@ class BlockFetch:
         num_there = min(len(checksums) for checksums in answers)
         end = min(request.first + num_there, self._num_wanted)
         for index, block in enumerate(self._blocks[request.first : end]):
-            # Of parts of a layer there are only the parts' own checksums.
+            # Sources that have a part of the layer send the checksum of their part only.
             packed = answers[0][index] if len(answers) == 1 else self._checksums(block, request.layers)
             self._pool.record_arrival(self._reservation, block, request.layers, packed)
         if request.first + num_there < request.end:
             self._num_wanted = end
-        if request.end >= self._num_wanted:  # all of them have these layers
+        if request.end >= self._num_wanted:  # all wanted blocks have these layers
             self._num_layers = request.layers.stop
 
     def _checksums(self, block: Block, layers: range) -> bytes:

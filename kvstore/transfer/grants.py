@@ -188,7 +188,7 @@ class Grants:
         what = f"heads [{heads.start}, {heads.stop}) of layer {entry.layer_begin} of page {page}"
         view = self._segment.heads_view(page, layer, positions)
         if block.arrived & layer_mask(layers) or grant.partial_layers.have_arrived(page, layer, positions):
-            # Of a part that is there only the bytes are known.
+            # No checksum is kept of a part that has arrived, only its bytes.
             if layer_checksums(view, len(view)) == entry.checksums:
                 return None
             raise self._other_is_there(grant, page, what)
@@ -331,4 +331,4 @@ class Grants:
         for writer in grant.writers:
             writer.revoke(grant.grant_id, reason)
         grant.arrived.set_exception(TransferError(reason))
-        grant.arrived.exception()  # retrieved, should nobody wait for it
+        grant.arrived.exception()  # counts as retrieved, if nobody waits for it

@@ -58,7 +58,10 @@ class _Range:
 
 
 class Sends:
-    """The sends of one user's reservations, each to one grant or to the grants of a group."""
+    """The sends of the reservations of one client of this pool.
+
+    A reservation has one send for its grant, or one send for each grant of a receiving group.
+    """
 
     def __init__(
         self, pool: Pool, segment: Segment, peers: OutgoingSessions, tasks: asyncio.TaskGroup
@@ -149,7 +152,7 @@ class Send:
                 self.outcome.set_result(None)
             else:
                 self.outcome.set_exception(error)
-                self.outcome.exception()  # retrieved, should nobody wait for it
+                self.outcome.exception()  # counts as retrieved, if nobody waits for it
 
     async def run(self) -> None:
         try:

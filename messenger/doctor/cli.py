@@ -195,9 +195,10 @@ async def _rdma_cards(settings: MessengerConfig) -> Cards:
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:
-    """Return the ports that the transport can use, and the reasons why it cannot use other ports.
+    """Return descriptions of the RDMA ports that the messenger can use, and the reasons why it cannot use
+    others.
 
-    The transport is imported only when there are devices.
+    The check calls this function only if the machine has RDMA devices.
     """
     from messenger.rdma.devices import find_devices
 

@@ -160,7 +160,7 @@ def cluster_key(path: Path | None, load: Callable[[Path], ClusterKey], config: C
     else:
         try:
             key = load(path)
-        except ConfigError as error:  # which says what to do
+        except ConfigError as error:  # the message says what to do
             yield Finding(Level.FAIL, title, str(error))
         else:
             found = f"{path} is private; its id, {key.key_id}, must be the same on all nodes"
@@ -198,5 +198,5 @@ def _group_bytes(machine: Machine) -> int | None:
                 cached = re.findall(r"^(?:active|inactive)_file (\d+)", statistics, re.MULTILINE)
                 rooms.append(
                     int(limit) - int(usage) + sum(map(int, cached))
-                )  # files go when memory is needed
+                )  # the kernel frees cached files when needed
     return max(0, min(rooms)) if rooms else None

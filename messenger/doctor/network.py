@@ -131,7 +131,7 @@ def _trouble(machine: Machine, host: str, *, is_alone: bool, is_own: bool) -> tu
         found = machine.resolve(host)
     except OSError as error:
         return Level.FAIL, f"is no name that resolves ({error.strerror})"
-    # Of a name only these are used.
+    # If a name has IPv4 addresses, only these are used.
     found = [address for address in found if ":" not in address] or found
     foreign = [one for one in found if not machine.has_address(one)]
     if foreign and is_own:

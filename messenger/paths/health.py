@@ -47,10 +47,11 @@ class PathHealth:
     ) -> bool:
         """Record the loss of a lane `held_s` seconds after its beginning.
 
-        Returns whether the path backs off now. `remedy` is None if the transport knows none.
+        `remedy` is None if the transport knows none. `was_asked`: whether the lane got a request.
+        `has_answered`: whether the lane completed a request. Returns whether the path backs off now.
         """
         if self.pause_s(now_s):
-            return False  # it fell with others, which have been judged
+            return False  # lost together with lanes that made the path back off
         if has_answered:
             self.num_useless = 0
             if held_s > LONGEST_PAUSE_S:

@@ -49,7 +49,7 @@ class Throughput:
         self.total_busy_s += now_s - self._since_s
         self._since_s = now_s
         if not self._moved_bytes and not self.pending_bytes:
-            self._busy_s = 0.0  # what was given up, or is for nobody, says nothing about the path
+            self._busy_s = 0.0  # requests that moved nothing say nothing about the path
         is_enough = self._moved_bytes >= _LEAST_SAMPLE_BYTES
         if is_enough and (self._busy_s >= _SAMPLE_S or not self.pending_bytes):
             self._sample(self._moved_bytes / max(self._busy_s, 1e-6))

@@ -171,5 +171,5 @@ def _port(
 def _interface(row: Any) -> str | None:
     try:
         return socket.if_indextoname(row.ndev_ifindex)
-    except OSError:  # of another network namespace, or none
+    except OSError:  # no interface, or one of another network namespace
         return None

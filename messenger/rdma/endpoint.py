@@ -335,7 +335,7 @@ class Endpoint:
             return
         self.failure = error
         self._loop.remove_reader(self._event_fd)
-        # In this order: each refuses to go while one before it is there.
+        # In this order: each object can be closed only after the objects before it.
         for verbs_object in (*self.openings, self._qp, self._cq, self._channel):
             try:
                 verbs_object.close()
@@ -372,6 +372,6 @@ def _event_fds() -> set[int]:
         try:
             if "infinibandevent" in os.readlink(entry):
                 found.add(int(entry.name))
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return found

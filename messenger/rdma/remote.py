@@ -54,7 +54,7 @@ class RemotePages:
         for entry in write.entries:
             page = pages.get(entry.page)
             if page is None:
-                continue  # it is complete, and this comes again; or the peer refuses it when it hears of it
+                continue  # the page is complete and the write a repetition, or the peer will refuse it
             address = page.address + skipped_bytes + entry.layer_begin * layout.layer_bytes
             slices.append((entry.source_offset, address, entry.num_layers * layer_bytes))
             keys.append(page.remote_key)
@@ -73,7 +73,7 @@ class RemotePages:
             return  # of a transfer that has ended
         if answer.failure is not None:
             opened.set_exception(TransferError(answer.failure))
-            opened.exception()  # retrieved, should nobody wait for it any more
+            opened.exception()  # counts as retrieved, if nobody waits for it
         else:
             opened.set_result({page.page: page for page in answer.pages})
 

@@ -188,9 +188,10 @@ def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA shows, up to the first invalid index.
+    """Return the GPUs that CUDA may use.
 
-    UUIDs cannot be resolved, and mean all GPUs.
+    `listed` is the value of CUDA_VISIBLE_DEVICES; None means all GPUs. Indices after the first invalid one do
+    not count. A list with anything but numbers, such as UUIDs, cannot be resolved here, and means all GPUs.
     """
     if listed is None or not re.fullmatch(r"\s*(-?\d+\s*(,\s*-?\d+\s*)*)?", listed):
         return list(gpus)

@@ -1,8 +1,8 @@
 """Keys that open single ranges of the registered memory to a peer, for one transfer.
 
-There are two kinds of keys. A memory window of type 2 belongs to one queue pair, so its key is valid only for
-that peer. Where the device does not enforce windows, the range is registered separately: this is slower, and
-its key is valid for any connected peer that knows it. Keys of both kinds are limited to their range, and end
+There are two kinds of keys. The key of a memory window of type 2 is valid for one queue pair, and so for one
+peer. Where the device does not enforce windows, each range is registered separately: this is slower, and any
+connected peer that knows the key can use it. Keys of both kinds are limited to their range, and end
 immediately when the range is closed.
 
 Owns: opening and closing the ranges. Does not know: transfers, pages.

@@ -32,7 +32,7 @@ _SIGNALED: Final = 2  # enum ibv_send_flags
 
 
 class Span(Protocol):
-    """The address, size and key of local memory, to which slices refer."""
+    """The address and size of the local memory to which slices refer."""
 
     address: int
     size_bytes: int

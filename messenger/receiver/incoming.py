@@ -39,9 +39,9 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""Bytes of writes after which their acknowledgements are sent together.
+"""Waiting acknowledgements are sent at the latest when their writes have this many bytes.
 
-The sender waits for these acknowledgements before it sends more.
+The sender may wait for them before it sends more.
 """
 _MOST_ACKS = 16
 """The most acknowledgements that leave together, of writes whose bytes the sender has placed itself."""

@@ -59,7 +59,7 @@ def _over_shm(served_pool: ServedPool, stream: Stream, introduction: Introductio
     inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
     source, shared, slot = served_pool.source, served_pool.shared_segment, None
     if shared is not None and introduction.takes_copy_slot and introduction.identity is not None:
-        slot = shared.take_slot(stream.peer_pid)  # who has no blocks copies none
+        slot = shared.take_slot(stream.peer_pid)  # a sender without blocks copies none
     page_table = None if shared is None else shared.page_table
     welcome = Welcome(served_pool.identity, len(source.buffer), slot, page_table)
     if shared is None or slot is None:

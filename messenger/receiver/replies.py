@@ -22,7 +22,7 @@ class Replies:
         try:
             self._outbox.post(*buffers)
         except OSError:
-            self.shut_down()  # the receiving side finds out, and says why
+            self.shut_down()  # the receiving task notices, and logs the reason
         if len(self._outbox) > _MOST_WAITING:
             self.shut_down()  # a sender that does not read its answers
 

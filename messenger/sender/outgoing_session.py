@@ -156,7 +156,7 @@ class OutgoingSession:
         for lane in self._lanes:
             lane.forget(transfer_id)
         if self._lanes and (transfer.is_announced or reason is not None):
-            # Opened only to be closed, if the peer does not know it: the grant is to fail, for this reason.
+            # A peer that does not know the transfer gets its `Open` too: the grant must fail for this reason.
             self._announce_one(transfer)
             self._send_close(Close(transfer_id, None if reason is None else brief(reason)))
 
@@ -285,7 +285,7 @@ class OutgoingSession:
         """Record that a request was completed, so that its caller runs before bulk is sent."""
         if urgency is Urgency.LATENCY:
             self._has_served = True
-            if self._queues.has_bulk:  # the caller that waited for this goes on first
+            if self._queues.has_bulk:  # after the caller of this request
                 asyncio.get_running_loop().call_soon(self._wake_one, Urgency.BULK)
 
     # -- lanes ------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class OutgoingSession:
         """Use `lane` until it is lost. Returns the reason of the loss."""
         self._lanes.append(lane)
         self._queues.set_lanes(self._lanes)
-        for number in self._lost_lanes:  # what was on them may come again over this one
+        for number in self._lost_lanes:  # their requests may be repeated over this lane
             lane.post(Abandon(number))
         lane.wake()
         reason = "ended by this side"
@@ -325,7 +325,7 @@ class OutgoingSession:
             request.num_lanes_lost += 1
             if request.num_lanes_lost < _MOST_LANES_LOST and request is not lane.refused:
                 self._queues.put_back(request)
-            else:  # it may be what they died of
+            else:  # the request may be why lanes were lost
                 self._detour(request, lane, reason)
         for other in self._lanes:
             other.wake()

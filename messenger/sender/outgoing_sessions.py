@@ -116,7 +116,7 @@ class OutgoingSessions:
         while len(self._sessions) >= self._settings.max_sessions:
             evicted = self._sessions.evict(lambda keeping: keeping.peer.is_idle)
             if evicted is None:
-                break  # all of them are at work: one too many is better than none
+                break  # all sessions are in use: one too many is better than none
             evicted.stop()
         reasons: list[str] = []
         for group in paths(self._settings.transport, self._identity.host_id, address, self._cards.names):
@@ -204,7 +204,7 @@ class OutgoingSessions:
                 await asyncio.sleep(standing.pause_s(loop.time()))
             if lane.has_answered and held_s > pause_s:
                 pause_s = _FIRST_PAUSE_S
-            else:  # it does not hold
+            else:  # useless, or lost soon
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -85,7 +85,7 @@ class Outlet:
     def begin(self, request: LaneRequest, *, is_next: bool) -> Sequence[bytes | memoryview]:
         """Mark `request` as in flight, and return the bytes to send for it; empty if there are none yet.
 
-        `is_next`: only kept frames of the send queue leave before these bytes.
+        `is_next`: whether these bytes leave before all other bytes, except kept frames of the send queue.
         """
         self._lane.outstanding.begin(request)
         self._lane.outstanding.sent(request)

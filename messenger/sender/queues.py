@@ -101,7 +101,7 @@ class Queues(Generic[CarrierT]):
             self._num_latency += 1
             self._latency_until_s = now_s + _LATENCY_EXPECTED_S
         elif not self._queues[Urgency.BULK]:
-            self._bulk_sent_s = max(self._bulk_sent_s, now_s - BULK_WAITS_S)  # none has waited since then
+            self._bulk_sent_s = max(self._bulk_sent_s, now_s - BULK_WAITS_S)  # no bulk has waited since then
 
     def ended(self, request: LaneRequest) -> None:
         if request.urgency is Urgency.LATENCY:

@@ -77,7 +77,7 @@ class RdmaOutlet(Outlet):
 
     def _ended(self, request: WriteRequest, placing: asyncio.Task[None]) -> None:
         if self._is_closed:
-            return  # somebody takes the request over
+            return  # `take_all` returns the request
         error = TransferError("the transfer has ended") if placing.cancelled() else placing.exception()
         if isinstance(error, TimeoutError):
             self.remedy = Remedy.OTHER_PATH
@@ -100,7 +100,7 @@ class RdmaOutlet(Outlet):
             request.done(WriteOutcome.FAILED, str(error))
         self._lane.written(request.write.transfer_id)
         if error is not None and not isinstance(error, TransferError):
-            raise error  # one of ours: the loop's handler says so
+            raise error  # an error of ours: the event loop logs it
 
 
 class RdmaOpening(Opening):

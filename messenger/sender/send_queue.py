@@ -69,7 +69,7 @@ class SendQueue:
         try:
             self._outbox.post(*kept, *buffers)
         except OSError:
-            self._stream.shut_down()  # the receiving side finds out, and says why
+            self._stream.shut_down()  # the receiving task notices, and logs the reason
         if self._outbox:
             self._leaving.set()
 

@@ -74,7 +74,7 @@ class ShmOutlet(Outlet):
         if num_sent is None:
             return [kept + encode_frame(request.write)]
         if tells and num_sent < len(frame):
-            self._lane.send_queue.send(frame[num_sent:])  # before anything that is said when it is done
+            self._lane.send_queue.send(frame[num_sent:])  # before any message that `done` causes
         self._lane.answers.moved(request, received=False)
         request.done(WriteOutcome.PLACED, "")
         return [] if tells else [frame]
@@ -109,7 +109,7 @@ class ShmOpening(Opening):
             self._stream, self._stream.take_fd(), welcome.segment_bytes, is_writable=slot is not None
         )
         pages = catalogue = None
-        # Else it must be said which heads are wanted.
+        # With other heads a fetch must name the wanted heads, and a catalogue reads whole layers only.
         if welcome.page_table is not None and layout.heads == self._heads:
             catalogue = Catalogue.at(inlet.segment, welcome.page_table, layout)
         if slot is not None:

@@ -3,7 +3,8 @@
 A peer on the same host writes into granted pages itself, and tells their owner afterwards. The peer checks
 the table, which lies in the segment, before it copies. The owner checks the table before it reuses the pages:
 see copy_table.cpp. Each lane has a *copy slot* in the table. A grant that is closed during a copy is *quiet*
-when that copy, or its process, has ended. Pages of a stopped process are not reused.
+when that copy, or its process, has ended. Until then its pages are not reused: a process that is paused may
+still copy when it goes on.
 
 Copy slots outlive the owner's process, like the segment: peers may still be copying.
 
@@ -37,7 +38,7 @@ _PID_MASK = (1 << _PID_BITS) - 1
 _FIRST_LOOK_S = 0.001
 """Seconds until the first check whether a copy has ended: about the time of a copy of 4 MiB."""
 _LONGEST_PAUSE_S = 0.05
-"""Seconds of the longest pause between two checks. A stopped process may copy for hours."""
+"""Seconds of the longest pause between two checks. The copy of a process that is paused may take hours."""
 
 
 @functools.cache

@@ -31,7 +31,7 @@ async def accept(listener: socket.socket) -> socket.socket:
     the process has no descriptor for a connection, clients wait until one is free again.
     """
     while True:
-        await asyncio.sleep(0)  # one that waits already is accepted without a turn of the loop
+        await asyncio.sleep(0)  # a waiting connection is accepted without a turn of the loop
         try:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
         except OSError as error:

@@ -40,7 +40,7 @@ class Outbox:
 
     async def close(self) -> None:
         """Stop sending, and drop waiting messages."""
-        self._on_empty = lambda: None  # whose it is may hold mappings, and goes at once with no circle left
+        self._on_empty = lambda: None  # without this cycle the owner and its mappings are freed at once
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -51,7 +51,7 @@ class Outbox:
                 await self._stream.send(self._waiting[0])
                 self._waiting.popleft()
         except OSError:
-            self._stream.shut_down()  # the receiving side finds out, and says why
+            self._stream.shut_down()  # the receiving task notices, and logs the reason
             return
         self._task = None
         self._on_empty()

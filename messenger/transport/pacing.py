@@ -46,7 +46,7 @@ def choose_by_peer(sock: PacedSocket) -> None:
     """
     try:
         is_local = sock.getpeername()[0] == sock.getsockname()[0]
-    except OSError:  # already disconnected: who receives finds out
+    except OSError:  # already disconnected: the receiving task notices
         return
     if is_local:
         _change(sock, UNPACED)

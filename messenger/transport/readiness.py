@@ -78,5 +78,5 @@ class Readiness:
             if not self._result.done():
                 self._result.set_exception(error)
         else:
-            if not self._result.done():  # the attempt may have cancelled who waits
+            if not self._result.done():  # the attempt may have cancelled the waiting task
                 self._result.set_result(result)

@@ -80,10 +80,10 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
 
 
 def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
-    """Copy one layer of each of n blocks, between addresses `[n]` that the caller keeps mapped.
+    """Copy n layers, each from its address in `sources` to its address in `targets`.
 
-    Returns the xxh3-64 of each layer, uint64 `[n]`. Other threads run meanwhile: all copies are one compiled
-    call.
+    Both have the shape `[n]`; the caller keeps the memory mapped. Returns the xxh3-64 of each layer, uint64
+    `[n]`. Other threads run meanwhile: all copies are one compiled call.
     """
     digests = np.empty(len(sources), np.uint64)
     native = _native() if layer_bytes > SHORT_LAYER_BYTES else None

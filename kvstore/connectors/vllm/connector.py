@@ -57,7 +57,7 @@ class MooncakeServeConnector(KVConnectorBase_V1):
         self._layers = {name: number for number, name in enumerate(engine.layer_names)}
         self._attention = vllm_config.compilation_config.static_forward_context
         self._link = link
-        # Of these one is used, according to the role.
+        # Only one of the two is used, according to the role.
         self._scheduler = SchedulerSide(
             link,
             engine.page_tokens,

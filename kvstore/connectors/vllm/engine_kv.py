@@ -62,8 +62,10 @@ class EngineKV:
         return KVLayout(len(self.layer_names), self.num_kv_heads, self.head_dim, block_size, self.dtype)
 
     def fingerprint(self, block_size: int) -> str:
-        """Return the fingerprint of blocks of `block_size` tokens, equal to the fingerprint of a worker with
-        this model."""
+        """Return the fingerprint of blocks of `block_size` tokens.
+
+        A worker of ours with this model has the same fingerprint.
+        """
         return self.checkpoint.fingerprint(self.dtype, block_size)
 
     def check_block_size(self, block_size: int) -> None:

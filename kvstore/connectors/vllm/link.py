@@ -70,7 +70,7 @@ class PoolLink:
         try:
             pool = self._connect(None)
         except PoolError:
-            # Nobody there, or a pool without blocks so far, which takes ours.
+            # No pool answers, or the pool has no format yet, and is formatted for our blocks.
             pool = self._connect(self._settings.block_size or DEFAULT_BLOCK_SIZE)
         try:
             self._check(pool)

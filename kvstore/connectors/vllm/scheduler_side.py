@@ -156,7 +156,7 @@ class SchedulerSide:
             if now_s - tracked.search.begun_s <= _LONGEST_SEARCH_S:
                 return None
         except MooncakeError:
-            pass  # the client has said what it has to say
+            pass  # the client has logged the reason
         self._end_search(tracked)
         self._resume_s = now_s + _PAUSE_S
         return FoundPrefix(0, None)
@@ -249,7 +249,7 @@ class SchedulerSide:
         if tracked is None:
             return False
         self._end_search(tracked)
-        # One that is loading has stored nothing, and gives its pages back when that has ended.
+        # A request that is loading has stored nothing; its pages are freed when the load has ended.
         if not tracked.has_stored or tracked.loading_pages is not None:
             return False
         self._kept[request_id] = num_pages
@@ -311,7 +311,10 @@ class SchedulerSide:
 
 
 def _root(given: object) -> BlockKey:
-    """Return the root key that a request names. Like `cache_salt`, it is a secret of the request's tenant."""
+    """Return the root key that a request names.
+
+    A root key is a secret of the request's tenant, like `cache_salt`.
+    """
     return bytes.fromhex(str(given))
 
 
@@ -325,7 +328,7 @@ def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> FoundPrefix:
     if not num_blocks or not any(is_local):
         return FoundPrefix(num_blocks, None)
     lease = pool.lease(keys[:num_blocks], _LEASE_S)
-    if all(is_local):  # what cannot be had in DRAM now is not there; others may send it
+    if all(is_local):  # a block without a place in DRAM counts as missing; a pool elsewhere might have it
         num_blocks = next((i for i, view in enumerate(lease.blocks) if view is None), num_blocks)
     return FoundPrefix(num_blocks, lease)
 

@@ -91,7 +91,7 @@ class WorkerLoads:
         try:
             num_loaded = self._load(running)
         except MooncakeError:
-            pass  # the pool says what it has to say; the blocks are computed
+            pass  # the client has logged the reason; the blocks are computed
         finally:
             if not running.is_given_up:
                 running.num_loaded = num_loaded
@@ -105,7 +105,7 @@ class WorkerLoads:
             buffers = [staged[number].reshape(-1).data for number in range(len(blocks))]
             is_there = self._pool.get([block.key for block in blocks], buffers, layers)
             if not all(is_there):
-                blocks = blocks[: is_there.index(False)]  # the others are of no use
+                blocks = blocks[: is_there.index(False)]  # blocks after a missing one are of no use
             if not blocks or not self._write(running, layers, blocks, staged[: len(blocks)]):
                 return 0
         return len(blocks)

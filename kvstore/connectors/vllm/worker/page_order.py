@@ -15,7 +15,7 @@ from kvstore.connectors.vllm.worker.pages import Order
 from mooncake.errors import ConfigError
 
 _BASE = 128
-"""The number up to which integers are exact in every dtype."""
+"""Integers up to this number are exact in every dtype."""
 
 
 def page_order(layer: Any, pages: torch.Tensor) -> Order:

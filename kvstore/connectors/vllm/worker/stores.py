@@ -2,9 +2,8 @@
 
 A complete block does not change as long as its request has its pages. So a thread copies the blocks of some
 steps together, while their requests run. A finished request keeps its pages for a moment, until its blocks
-are copied. If it would keep them for longer, or if too many pages would be kept, the blocks are not stored,
-and the next request computes them. After a failure of the pool (full, silent or gone) nothing is stored for a
-while.
+are copied. If that would take too long, or if too many pages would be kept, the blocks are not stored, and a
+later request computes them. After a failure of the pool (full, silent or gone) nothing is stored for a while.
 
 Owns: blocks that wait to be stored, pages that are kept for them. Does not know: which blocks are complete.
 """
@@ -44,7 +43,7 @@ _PAUSE_S = 1.0
 
 
 class _GivenUpError(Exception):
-    """An error that ends a call to the pool whose pages must not be read any more."""
+    """The error that ends a call to the pool when pages of its blocks must not be read any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,10 @@ class WorkerStores:
             self._changed.notify()
 
     def finish(self, num_pages: Mapping[str, int]) -> None:
-        """Record that requests have finished. Each keeps `num_pages` pages until `take_ended` returns the
-        request."""
+        """Record that requests have finished. `num_pages` has the number of pages of each, by request id.
+
+        A request keeps its pages until `take_ended` returns the request.
+        """
         due_s = time.monotonic() + _KEEP_S
         with self._changed:
             for request_id, num in num_pages.items():

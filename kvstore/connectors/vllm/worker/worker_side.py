@@ -48,7 +48,7 @@ class WorkerSide:
         self._registered = memory, order
 
     def preempt(self, request_ids: set[str]) -> None:
-        """Stop using the pages of preempted requests, which may be overwritten from now on."""
+        """Stop using the pages of preempted requests: the engine may overwrite these pages from now on."""
         if self._transfers is not None:
             self._transfers[1].give_up(request_ids)
 
