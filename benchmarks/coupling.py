@@ -56,7 +56,11 @@ SIDES = (*OURS, *PEERS)
 
 
 class Load(NamedTuple):
-    """A load: requests of `source`, at their times in `duration_s`, or from clients one after the other."""
+    """A load: requests of `source`, in one of two ways.
+
+    They are sent at their own times for `duration_s` seconds, or by `num_clients` clients, each of which
+    sends its next request after the last answer.
+    """
 
     source: Source
     num_clients: int | None = None

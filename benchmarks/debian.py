@@ -1,7 +1,6 @@
 """Programs that only tests and benchmarks need, unpacked from Debian's packages without installation.
 
-They are unpacked into a cache folder. A package's dependencies are unpacked there too, unless they are
-installed on this host.
+A cache folder gets each package, and those of its dependencies that are not installed on this host.
 """
 
 import fcntl
@@ -24,7 +23,7 @@ class CannotFetchError(Exception):
 def environment(package: str) -> dict[str, str]:
     """Return the environment in which the programs of this package find their libraries."""
     libraries = _cache() / package / LIBRARIES
-    private = sorted({str(path.parent) for path in libraries.glob("*/*.so*")})  # found by absolute paths else
+    private = sorted({str(path.parent) for path in libraries.glob("*/*.so*")})  # else found by absolute paths
     return {**os.environ, "LD_LIBRARY_PATH": ":".join([str(libraries), *private])}
 
 

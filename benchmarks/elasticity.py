@@ -1,4 +1,4 @@
-"""A real cluster under a changing load: fixed divisions of its instances, and one that rebalances itself.
+"""A real cluster under a changing load, with fixed or changing numbers of prefill and decode instances.
 
     python -m benchmarks.elasticity [--only swing,steady,switch,drain] [--sides NAME;...] [--seconds N]
                                     [--cycles N] [--load X] [mooncake-serve flags]
@@ -9,7 +9,8 @@ machine's cores.
 
 `swing`: the load changes every `--seconds` from long prompts with short answers to short prompts with long
 answers (1,500 and 30 tokens; 150 and 300), at `--load` times 8 and 6 requests/s. The table has the goodput of
-fixed divisions with and without inlining, and of one that rebalances, with its switches and migrations.
+fixed divisions of the instances with and without inlining, and of a division that the Conductor changes, with
+the numbers of its switches and migrations.
 `steady`: both loads at half their rates, all the time. `switch`: a decode instance with 8 running streams
 becomes a prefill instance. The table has the seconds from the order to the first prompt that it has computed.
 `drain`: an instance with 32 running streams leaves. The table has the seconds that it takes, and the answers
@@ -63,14 +64,15 @@ WARM_UP = (Phase(8.0, 3.0, 500, 50),)
 def swinging(seconds: float, load: float) -> tuple[Phase, ...]:
     """Return the phases of a load that swings between long prompts and long answers.
 
-    No rule follows phases of about a second, so that both loads are there at once.
+    `seconds`: the length of a phase. With phases of about a second both loads are there at once, as the
+    Conductor does not follow changes that fast.
     """
     return (Phase(seconds, load * PROMPTS_PER_S, 1500, 30), Phase(seconds, load * ANSWERS_PER_S, 150, 300))
 
 
 @contextlib.contextmanager
 def cluster(flags: Sequence[str], output: int) -> Iterator[str]:
-    """Start a cluster, and yield its address."""
+    """Make a context with a cluster. The context gets the cluster's URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ class Found(NamedTuple):
 
 
 class Report:
-    """Tables of findings. `is_good`: whether every result is right and every bar is met."""
+    """Tables of findings. `is_good`: whether every result is right and within its limit (its *bar*)."""
 
     def __init__(self, file: Path | None = None) -> None:
         """Begin a report. `file` is written anew as JSON after each row."""

@@ -41,10 +41,10 @@ NUM_TOKENS_BEFORE = 30
 """The tokens that each stream must have before the kill."""
 PROBE_PERIOD_S, PROBES_S = 0.2, 8.0
 MAX_FACTOR, MAX_MORE_S, MAX_PROBE_S = 1.5, 0.5, 3.0
-"""Bars of the longest gap and of requests that arrive meanwhile.
+"""The limits (*bars*) of the longest gap, and of requests that arrive during the restart.
 
 The longest gap is at most `MAX_FACTOR` times the first run's p99.9 plus `MAX_MORE_S` seconds. A request that
-arrives meanwhile has its first token within `MAX_PROBE_S` seconds.
+arrives during the restart has its first token within `MAX_PROBE_S` seconds.
 """
 
 
@@ -90,7 +90,7 @@ class Answer:
     began_s: float
     times_s: list[float] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the answer has `NUM_TOKENS_BEFORE` tokens, or has ended."""
+    """Event that is set when the answer has `NUM_TOKENS_BEFORE` tokens, or has ended."""
     is_whole: bool = False
 
     @property
@@ -180,7 +180,10 @@ async def ask(url: str, prompt: list[int], answer: Answer) -> None:
 async def run(
     front: str, num_streams: int, num_tokens: int, number: int, kill: Callable[[], None]
 ) -> tuple[list[Answer], list[Answer]]:
-    """Do run `number` of the experiment. Returns the answers of the streams and of the short requests."""
+    """Do run `number` of the experiment: `kill` is called when all streams have begun.
+
+    Returns the answers of the streams and of the short requests.
+    """
     streams = [Answer(num_tokens, time.monotonic()) for _ in range(num_streams)]
     async with asyncio.TaskGroup() as group:
         for index, answer in enumerate(streams):

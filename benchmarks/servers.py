@@ -51,7 +51,7 @@ class Server:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stop all processes of the server until `resume` is called."""
+        """Pause all processes of the server until `resume` is called."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:

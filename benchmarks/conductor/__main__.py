@@ -1,4 +1,4 @@
-"""The Conductor's benchmarks: one markdown table per section, with figures and the bars for them.
+"""The Conductor's benchmarks: one markdown table per section, with the figures and their limits (*bars*).
 
     python -m benchmarks.conductor [--only SECTION] [--full]
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from benchmarks.conductor import decision, index
 
 SECTIONS: dict[str, Callable[[bool], None]] = {"index": index.report, "decision": decision.report}
-"""The sections by name. Each function is called with whether all sizes are wanted."""
+"""The sections by name. Each function prints a section, and gets True if all sizes are wanted."""
 
 
 def main() -> None:

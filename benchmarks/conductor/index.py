@@ -145,7 +145,10 @@ def event_rates() -> Iterator[tuple[int, float]]:
 
 
 def report(is_full: bool) -> None:
-    """Print the tables. Each size is measured in a process of its own."""
+    """Print the tables. Each size is measured in a process of its own.
+
+    `is_full`: whether `MOST_BLOCKS` is one of the sizes.
+    """
     sizes = (*NUM_BLOCKS, MOST_BLOCKS) if is_full else NUM_BLOCKS
     rows = []
     for num_blocks in sizes:

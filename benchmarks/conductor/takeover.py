@@ -138,7 +138,10 @@ def _keys(number: int, num_blocks: int) -> Iterator[BlockKey]:
 
 
 def simulate(numbers: range, cluster: Cluster, said: "Queue[str]") -> None:
-    """Run simulated instances until the process is killed."""
+    """Run the simulated instances with these numbers until the process is killed.
+
+    `said` gets the word `there` when all of them run.
+    """
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -15,8 +15,8 @@ medians. Peers are installed on the first run, and vLLM compiles the model, whic
 
 `interference` measures gaps between tokens while long prompts arrive. `goodput` measures requests within the
 SLOs in an open loop. Our server is also measured at twice its best rate. vLLM is measured with its defaults
-and with other sizes of chunks; it computes in a process behind its engine, or in its engine. With `--engine
-vllm` our instances compute with vLLM.
+and with other sizes of chunks; it computes in its engine's process, or in a process of its own. With
+`--engine vllm` our instances compute with vLLM.
 """
 
 import argparse
@@ -81,7 +81,10 @@ def paused(peer: Peer, log: int) -> Iterator[tuple[Server, str]]:
 
 
 def measure(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
-    """Measure throughput, and print the table. Returns whether all bars are met."""
+    """Measure throughput, and print the table.
+
+    Returns whether all ratios reach `MIN_RATIO`, and the host time is at most `MAX_HOST_MS`.
+    """
     concurrencies = sorted(int(number) for number in arguments.concurrency.split(","))
     peers = {name: PEERS[name](arguments.peer_home, arguments.peer_cores) for name in arguments.peers}
     for peer in peers.values():
@@ -113,7 +116,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
 
 
 async def measure_interference(flags: list[str], log: int) -> bool:
-    """Measure interference, and print the table. Returns whether the bar is met."""
+    """Measure interference, and print the table. Returns whether the ratio of gaps is within its limit."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with serving(our_command(port, flags), f"{url}/ready", output=log):
@@ -124,7 +127,7 @@ async def measure_interference(flags: list[str], log: int) -> bool:
 
 
 async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
-    """Measure goodput, and print the tables. Returns whether all bars are met."""
+    """Measure goodput, and print the tables. Returns whether all figures reach their limits."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
 
@@ -200,7 +203,8 @@ def host_totals(url: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run the comparison that the command line names, and exit with 1 if a bar is not met."""
+    """Run the comparison that the command line names, and exit with 1 if a figure misses its limit (its
+    *bar*)."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description=__doc__,

@@ -41,7 +41,11 @@ def is_effective(answer: Answer) -> bool:
 
 
 class Row(NamedTuple):
-    """The figures of one server at one rate. Shares are of the sent requests; None without any."""
+    """The figures of one server at one rate.
+
+    `short_share` and `long_share`: the share of the sent requests of this kind that met the SLOs; None if no
+    request of the kind was sent.
+    """
 
     rate_per_s: float
     goodput_per_s: float
@@ -102,7 +106,11 @@ def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
 
 
 def holds(best: Row, overloaded: Row) -> bool:
-    """Print the goodput that is left under an overload. Returns whether both bars are met."""
+    """Print the goodput that is left under an overload.
+
+    Returns whether that is at least `MIN_OVERLOADED` of the best goodput, and long prompts meet the SLOs
+    about as often as short ones.
+    """
     share = overloaded.goodput_per_s / best.goodput_per_s if best.goodput_per_s else 0.0
     print(
         f"\nours at {overloaded.rate_per_s:g} req/s, {OVERLOAD:g} times its best rate: {share:.0%} of its"
@@ -113,9 +121,10 @@ def holds(best: Row, overloaded: Row) -> bool:
 
 
 def compare(ours: Row, peer: Row | None, tuned_peer: Row | None, bars: tuple[float, float]) -> bool:
-    """Print our best goodput as a multiple of vLLM's. Returns whether all bars are met.
+    """Print our best goodput as a multiple of vLLM's.
 
-    `bars` are the least ratios: to vLLM with its defaults, and to vLLM in its best way.
+    `bars` are the least ratios: to vLLM with its defaults, and to vLLM in its best way. Returns whether both
+    are reached, and our row spares no kind of request.
     """
     is_met = ours.spares_no_kind
     print(f"\nours at {ours.rate_per_s:g} req/s spares no kind of request: {'yes' if is_met else 'no'}")

@@ -59,13 +59,13 @@ async def long_prompts(sender: Sender) -> AsyncIterator[None]:
 async def decode_gaps(sender: Sender) -> Gaps:
     """Return the gaps of `NUM_DECODES` short prompts that are decoded together."""
     answers = await sender.send_all([Planned(0.0, 16, NUM_OUTPUT)] * NUM_DECODES)
-    # Not the first ones: the prompts of the others were computed then.
+    # Without the first gaps, in which the other streams' prompts were computed.
     gaps = sorted(gap for answer in answers for gap in answer.gaps_s[NUM_DECODES:])
     return Gaps(gaps[len(gaps) // 2], gaps[int(0.99 * len(gaps))])
 
 
 async def measure(sender: Sender) -> bool:
-    """Print the table of gaps. Returns whether the bar is met."""
+    """Print the table of gaps. Returns whether the ratio of the gaps' p99 is at most `MAX_RATIO`."""
     await decode_gaps(sender)  # the first calls allocate
     alone = await decode_gaps(sender)
     with matrix_products():

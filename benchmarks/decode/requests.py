@@ -28,7 +28,7 @@ class Planned(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """The times of a request's tokens, in seconds since it was sent; empty if the request was refused."""
+    """The times of a request's tokens, in seconds since the request was sent; empty if it was refused."""
 
     request: Planned
     token_times_s: list[float] = field(default_factory=list)

@@ -50,7 +50,7 @@ def compare(
     min_ratios: Mapping[str, MinRatio],
     concurrencies: Sequence[int],
 ) -> bool:
-    """Print the table of medians. Returns whether all bars are met."""
+    """Print the table of medians. Returns whether our ratio to each peer is at least its `min_ratios`."""
     print(f"| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | server | tok/s | ours by it | TTFT p50 |")
     print("|---|---|---|---|---|")
     is_met = True

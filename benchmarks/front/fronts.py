@@ -37,7 +37,8 @@ class Server(NamedTuple):
 def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
     """Make a context with a Conductor, prefill and decode instances, and further fronts.
 
-    Raises ServerError.
+    `num_each`: the number of instances of each role. `num_fronts`: the number of fronts in processes of their
+    own. Raises ServerError.
     """
     with heeding_sigterm(), tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "cluster.key"
@@ -67,7 +68,7 @@ def _node(arguments: Sequence[str]) -> Iterator[Server]:
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mooncake", "--port", str(port), "--role", *arguments]
     with serving(command, f"{url}/ready") as supervisor:
-        # It has no other child.
+        # The supervisor has no other child.
         children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children")
         yield Server(url, int(children.read_text()))
 

@@ -49,7 +49,10 @@ class Latency(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of one wrk process. Each connection pauses for up to `max_pause_s` before its next request."""
+    """The load of one wrk process. Each connection pauses for up to `max_pause_s` before its next request.
+
+    `after_s`: the seconds until wrk starts.
+    """
 
     url: str
     bodies: list[bytes]

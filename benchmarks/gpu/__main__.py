@@ -14,7 +14,7 @@ Each stage is a process of its own. If a stage fails, the next one runs all the 
 on this device with this code are skipped, so an interrupted run can be continued. The file has all results;
 the tables are printed at the end, progress goes to stderr. The stages check, kernels and steps need torch,
 numpy and triton only. Without a GPU the program prints that and exits with 0. It exits with 1 if a result is
-wrong, a bar is missed or a stage does not end by itself.
+wrong, a figure misses its limit (*bar*) or a stage does not end by itself.
 
 Owns: the stages, the facts of a run. Does not know: the measurements, how stages run.
 """

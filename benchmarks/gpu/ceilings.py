@@ -62,12 +62,18 @@ class Ceilings:
         self.report.table(title, "", "time", "rate", "of the ceiling", "bar")
 
     def bytes_row(self, name: str, num_bytes: int, time_s: float, bar: float | None = None) -> None:
-        """Add a row to the table, as a share of the copy's rate."""
+        """Add a row to the table: the rate of bytes as a share of the copy's rate.
+
+        `bar`: the least share that passes; None: any share passes.
+        """
         rate = num_bytes / time_s
         self._row(name, f"{rate / 1e9:.0f} GB/s", time_s, rate, rate / self.copy_rate, bar)
 
     def flops_row(self, name: str, num_flops: int, time_s: float, bar: float | None = None) -> None:
-        """Add a row to the table, as a share of the matrix product's rate."""
+        """Add a row to the table: the rate of FLOP as a share of the matrix product's rate.
+
+        `bar`: the least share that passes; None: any share passes.
+        """
         rate = num_flops / time_s
         self._row(name, f"{rate / 1e12:.0f} TFLOP/s", time_s, rate, rate / self.matrix_rate, bar)
 

@@ -255,7 +255,7 @@ def greedy(
             return texts, last_logits
         chunks = [Chunk(texts[s][num_cached[s] :][:_CHUNK_SIZE], num_cached[s], tables[s]) for s in running]
         batch = Batch.build(chunks, kv)
-        # A first decode step of its size may wait: it captures a graph.
+        # The first decode step of a batch size may wait for the device, as it captures a graph.
         is_prefill = batch.num_tokens > len(chunks)
         with _no_waiting(is_forbidden=model.computed_by == "triton" and is_prefill):
             logits = model.forward(batch, kv)

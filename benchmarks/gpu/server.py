@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.server [--small | --tiny] [--device cpu] [--only exact|speed] [--logs FOLDER]
 
 Each check prints a line with its figure. After a failed check the others still run. Three servers run on the
-device at the same time, started as a user would start them, with random weights:
+device at the same time, each started by the command `mooncake-serve`, with random weights:
 
 - pair: a prefill and two decode instances in float32, a small model. Greedy answers and their logprobs are
   compared with torch's own layers in this process: for computed prefixes, for prefixes reused from DRAM and

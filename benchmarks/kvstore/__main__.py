@@ -75,7 +75,7 @@ FULL = NORMAL._replace(num_index_blocks=(1_000_000, 10_000_000))
 
 
 def metadata(effort: Effort, python: Path | None) -> None:
-    """Measure how many keys a second are found."""
+    """Measure how many keys a second are found. `python` runs the peer; None: without the peer."""
     num_blocks = WORKING_SET_BYTES // SMALLEST
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(OurStore("unix")))
@@ -111,7 +111,7 @@ def metadata(effort: Effort, python: Path | None) -> None:
 
 
 def memory(effort: Effort, python: Path | None) -> None:
-    """Measure put and get through shared memory."""
+    """Measure put and get through shared memory. `python` runs the peer; None: without the peer."""
     with contextlib.ExitStack() as stack:
         store, blocks = stack.enter_context(contextlib.closing(OurStore("unix"))), Memory()
         sides: dict[str, Side] = {OURS: Workload(store, blocks)}
@@ -148,7 +148,10 @@ def buffers(effort: Effort) -> None:
 
 
 def tcp(effort: Effort, python: Path | None) -> None:
-    """Measure put and get over TCP on loopback from a second process."""
+    """Measure put and get over TCP on loopback from a second process.
+
+    `python` runs the peer; None: without it.
+    """
     with contextlib.ExitStack() as stack:
         store, stream = (
             stack.enter_context(contextlib.closing(store)) for store in (OurStore("tcp"), RawStream("tcp"))
@@ -165,7 +168,10 @@ def tcp(effort: Effort, python: Path | None) -> None:
 
 
 def _put_and_get(title: str, effort: Effort, sides: Mapping[str, Side], *, has_leases: bool) -> None:
-    """Measure all sides, and print one row for each operation, size and depth. The last side is the limit."""
+    """Measure all sides, and print one row for each operation, size and depth.
+
+    The last side is the limit. `has_leases`: whether our leases are measured, too.
+    """
     limit = list(sides)[-1]
     layers = ", ".join(str(layout.num_layers) for layout in LAYOUTS.values())
     rows = []
@@ -251,7 +257,10 @@ def _disk_cells(
 
 
 def index_bytes(effort: Effort, python: Path | None) -> None:
-    """Measure the bytes of memory that the index takes for each block."""
+    """Measure the bytes of memory that the index takes for each block.
+
+    `python` runs the peer; None: without the peer.
+    """
     rows = []
     for num_blocks in effort.num_index_blocks:
         progress(f"bytes: {num_blocks:,} blocks")

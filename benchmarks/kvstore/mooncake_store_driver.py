@@ -19,7 +19,7 @@ from workload import Bytes, Memory, Workload
 from mooncake.store import MooncakeDistributedStore
 
 _NO_LOCAL_BUFFER = 0
-_FORCE = True  # also what was read a moment ago
+_FORCE = True  # also objects that were read a moment ago
 
 
 class MooncakeStore:

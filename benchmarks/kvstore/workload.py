@@ -69,7 +69,10 @@ class Ring:
         times_s: list[float],
         before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> Iterator[list[int]]:
-        """Time calls that are awaited, like `time`. A call lasts until the next one is asked for."""
+        """Yield the blocks of each call, and append each call's seconds to `times_s`.
+
+        It is `time` for calls that are awaited: a call lasts until the caller asks for the next blocks.
+        """
         deadline_s = time.perf_counter() + budget_s
         while not times_s or time.perf_counter() < deadline_s:
             indices = [(self._next + i) % self.num_blocks for i in range(depth)]

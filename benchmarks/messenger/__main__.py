@@ -80,7 +80,7 @@ class TransferSide(Side, Protocol):
 
 
 class Bar(NamedTuple):
-    """A bar, with the figure that has to reach it."""
+    """A limit (*bar*) for a figure, and the figure: `value`."""
 
     name: str
     value: float
@@ -103,7 +103,11 @@ def ours_name(transport: str) -> str:
 
 @contextlib.contextmanager
 def engines(python: Path | None) -> Iterator[dict[str, TransferSide]]:
-    """Make a context with every transfer engine that this machine can run."""
+    """Make a context with our transfers over each transport of `ENGINES` and, if `python` is given, the
+    peer's.
+
+    `python` runs the peer's Transfer Engine.
+    """
     with contextlib.ExitStack() as stack:
         sides: dict[str, TransferSide] = {
             ours_name(transport): Transfers(stack.enter_context(start()))
@@ -165,7 +169,7 @@ def _time_sides(effort: Effort, sides: Mapping[str, Side], op: Op, depth: int) -
 
 
 def transfer_bars(samples: Mapping[str, Sequence[Sample]], block_bytes: int, depth: int) -> Iterator[Bar]:
-    """Return the bars of one row. Some sizes and depths have none."""
+    """Yield the limits (*bars*) for the figures of one row. Some sizes and depths have none."""
     tcp, shm = ours_name("tcp"), ours_name("shm")
     figures = medians(samples)
     if block_bytes >= LARGE_BYTES:

@@ -198,7 +198,7 @@ class MessengerEngine:
         parts = [
             (index, begin) for index in range(len(pairs)) for begin, _ in _parts(block_bytes, part_bytes)
         ]
-        # Several pages in one request, or some layers of one.
+        # A request is for several pages, or for some layers of one page.
         at_once = frame_bytes // page_bytes or 1
         requests = [
             self._fetch(
@@ -256,7 +256,7 @@ def _page_bytes(block_bytes: int) -> int:
 
 @functools.cache
 def _parts(block_bytes: int, frame_bytes: int) -> Sequence[tuple[int, int]]:
-    """Return the offset and length of each part of a block, if one frame takes one part."""
+    """Return the offset and length of each part of a block. A part has at most `frame_bytes` bytes."""
     begins = range(0, block_bytes, frame_bytes)
     return [(begin, min(frame_bytes, block_bytes - begin)) for begin in begins]
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.messenger.ours_driver FOLDER KEY      (prints its addresses, ends with its stdin)
 
-A simple class takes the place of a pool's page table and keeps its promises: every page may be written at any
-time, and its block is found with the checksums that came with it.
+The class `Pages` takes the place of a pool: every page may be written at any time, and its block is found
+with the checksums that came with it.
 
 Owns: this memory. Does not know: what is measured.
 """

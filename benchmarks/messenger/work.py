@@ -102,7 +102,7 @@ class Transfers:
         return self._engine.run(self._time_latency(op, num_bulk, budget_s))
 
     async def _time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]:
-        # In halves of their own, on both sides: two that wrote to one place would each spoil the other's.
+        # Latency and bulk use separate halves of both memories: two writes to one place would mix bytes.
         half = WORKING_SET_BYTES // 2
         latency_pairs = _scattered(LATENCY_BYTES, half)
         num_skipped = half // BULK_BYTES

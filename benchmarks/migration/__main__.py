@@ -13,8 +13,8 @@ other and back. Before a move its destination's pool holds none of its blocks, s
 
 The pause is the longest gap between two tokens, from the first order until three tokens after the move.
 Throughput is that of the other streams of source and destination in the same time, divided by their
-throughput without a move. Bars: the p99 of the pause is at most two iterations above that without a move, and
-throughput is at least 95%.
+throughput without a move. Limits (*bars*): the p99 of the pause is at most two iterations above the p99
+without a move, and throughput is at least 95%.
 
 Owns: the ways, the table, the bars. Does not know: how a stream moves.
 """
@@ -151,7 +151,11 @@ class Bench:
 
 
 def report(num_tokens: int, measured: dict[str, Measured], iteration_s: float) -> bool:
-    """Print the table of one size. Returns whether the bars are met."""
+    """Print the table of one size.
+
+    Returns whether a migration adds at most `MOST_ITERATIONS` to the p99 of pauses, and leaves the other
+    streams at least `LEAST_THROUGHPUT` of their throughput.
+    """
     none, migration = measured[NONE], measured[MIGRATION]
     rows = [
         (
@@ -180,7 +184,8 @@ def report(num_tokens: int, measured: dict[str, Measured], iteration_s: float) -
 
 
 async def run(sizes: Sequence[int], num_moves: int, num_others: int) -> bool:
-    """Measure all sizes. Returns whether the bars are met and all streams have the right tokens.
+    """Measure all sizes. Returns whether all figures are within their limits and all streams have the right
+    tokens.
 
     The right tokens are those of equal streams that do not move.
     """

@@ -4,12 +4,12 @@
         [--two-hosts]
 
 There are two decode instances with the default model, one core each, on one host or on two. The first
-instance decodes all streams. Its modules move to the second instance and back. Bar: the p99 of pauses is at
-most an iteration above the p99 of the longest gaps without a move.
+instance decodes all streams. Its modules move to the second instance and back. Limit (*bar*): the p99 of
+pauses is at most an iteration above the p99 of the longest gaps without a move.
 
 Layers are then measured as a pipeline: the first instance alone, with layers at the second one, and alone
 again, because contexts grow. Then layers are at the second instance and there are twice as many streams, for
-which only both together have the memory. Bars: the throughput of the larger pipeline is at least 1.7 times
+which only both together have the memory. Limits: the throughput of the larger pipeline is at least 1.7 times
 that of one instance, and TBT at most 1.15 times. For comparison two instances decode separately: that is the
 most that both cores can do. It is less if they are threads of one core.
 
@@ -114,9 +114,9 @@ class Bench:
         ]
 
     async def num_with_other_tokens(self, num: int) -> int:
-        """Compute the first `num` streams again without a helper. Returns the number of those that differ.
+        """Compute the first `num` streams again without a helper. Returns the number of streams that differ.
 
-        They are computed at the other instance, whose modules are all at home.
+        They are computed at the other instance, which has all of its modules itself.
         """
         num_others = 0
         for index, stream in enumerate(self.streams[:num]):
@@ -175,7 +175,8 @@ async def pauses(bench: Bench, move: Move, back: Move, num_moves: int, iteration
 async def run_heads(num_heads: int, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
     """Measure moves of KV heads, and print the results.
 
-    Returns whether the bar is met and tokens equal those of a stream that stays.
+    Returns whether moves add at most `MOST_ITERATIONS` to the p99 of pauses, and tokens equal those of a
+    stream that stays.
     """
     async with rig(batch, two_hosts=two_hosts) as on:
         bench = Bench(on, on.first)
@@ -192,7 +193,7 @@ async def run_heads(num_heads: int, batch: int, num_moves: int, *, two_hosts: bo
 async def run_layers(layers: LayerRange, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
     """Measure moves of layers and the pipeline, and print the results.
 
-    Returns whether the bars are met and tokens equal those of a stream that stays.
+    Returns whether all figures are within their limits, and tokens equal those of a stream that stays.
     """
     async with rig(2 * batch, two_hosts=two_hosts) as on:
         bench, beside = Bench(on, on.first), Bench(on, on.other(on.first))

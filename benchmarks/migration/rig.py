@@ -182,7 +182,10 @@ class Rig:
     async def begin(
         self, name: str, prompt: list[int], max_tokens: int, at: Instance, *, seed: int, counts: bool = False
     ) -> Stream:
-        """Order a request. The instance computes its prompt itself."""
+        """Order a request. The instance computes its prompt itself.
+
+        `counts`: whether the instance's `token_times_s` get its tokens.
+        """
         root = root_key(at.register.fingerprint)
         keys = block_keys(prompt, self._block_size, root)
         sampling = SamplingParams(max_tokens, seed=seed)
@@ -245,7 +248,7 @@ class Rig:
         output = await self._hand_over(stream)
         num_full = (stream.request.num_prompt_tokens + len(output) - 1) // self._block_size
         while (await self._prepare(stream, ref, output)).num_tokens < num_full * self._block_size:
-            pass  # the source stores its last blocks behind its answer
+            pass  # the source stores its last blocks after its answer
         await self._take_over(stream, destination, output)
 
     async def recompute(self, stream: Stream) -> None:
@@ -285,7 +288,7 @@ class Rig:
 
     async def _hand_over(self, stream: Stream) -> list[int]:
         output = (await self._ask(stream.at, HandOver(stream.ref), stream.ref, HandedOver)).output
-        await stream.reached(len(output))  # they come over another connection
+        await stream.reached(len(output))  # tokens come over another connection
         return output
 
     async def _take_over(self, stream: Stream, destination: Instance, output: list[int]) -> None:

@@ -4,8 +4,8 @@
 
 There are two instances with the default model, and a core for each. Clients send requests to the first
 instance, each client one at a time. The instance's KVCache has room for 60% of the tokens that all these
-requests have on average. In every other round modules of the first instance are at the second one. Bar: then
-at least 1.5 times the number of requests a second meet their SLOs.
+requests have on average. In every other round modules of the first instance are at the second one.
+Limit (*bar*): in these rounds at least 1.5 times as many requests a second meet their SLOs.
 
 Owns: the load, the rounds, the table. Does not know: how modules move.
 """
@@ -81,7 +81,11 @@ class Load:
 
 
 async def run(layers: LayerRange | None, num_heads: int, seconds: int, *, two_hosts: bool) -> bool:
-    """Measure two rounds of each arrangement, and print the table. Returns whether the bar is met."""
+    """Measure two rounds of each arrangement, and print the table.
+
+    Returns whether at least `LEAST_RATIO` times as many requests a second meet their SLOs with a helper as
+    without.
+    """
     device_bytes = f"{round(SHARE * NUM_TOKENS * TOKEN_BYTES)}B"
     found: dict[str, list[list[Ended]]] = {"alone": [], "with a helper": []}
     async with rig(NUM_CLIENTS, device_bytes=(device_bytes, "1GiB"), two_hosts=two_hosts) as on:

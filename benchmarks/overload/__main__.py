@@ -45,7 +45,7 @@ MIX = Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), SLO.ttft_s, SLO.tbt_s)
 OVERLOAD = 3.0
 """The rate of the overload, as a multiple of the rate with the best goodput."""
 MIN_GOODPUT, MAX_REJECTION_S, MIN_DAMPING = 0.9, 0.05, 0.3
-"""The bars: the least share of the best goodput, the longest time to a 429, the least damping.
+"""The limits (*bars*): the least share of the best goodput, the longest time to a 429, the least damping.
 
 The damping is that of the standard deviation of the loads' difference.
 """
@@ -101,7 +101,10 @@ def under_load(clients: Clients, url: str, rate_per_s: float, seconds: float, se
 def measure_excess(
     clients: Clients, rates: Sequence[float], seconds: float, flags: list[str], log: int
 ) -> bool:
-    """Measure loads up to the overload, and print the table. Returns whether both bars are met."""
+    """Measure loads up to the overload, and print the table.
+
+    Returns whether goodput and the time to a 429 are within their limits, and no request has failed.
+    """
     print(
         "| offered, req/s | goodput, req/s | finished | failed | 429 when prefill has ended | 429 at arrival"
         " | p50 | p99 | most | by the server, p50 | p99 | most |"
@@ -145,7 +148,11 @@ def _row(offered: float, run: Overloaded) -> str:
 def measure_swing(
     clients: Clients, rate: float, seconds: float, flags: list[str], log: int, picture: Path | None
 ) -> bool:
-    """Measure the swing, print the table and draw the picture. Returns whether the bar is met."""
+    """Measure the swing of the load under early rejection and under prediction, and print the table.
+
+    Draws the picture if `picture` is given. Returns whether prediction reduces the swing by at least
+    `MIN_DAMPING`.
+    """
     print("| policy | std of (prefill - decode load) | of prefill | of decode | goodput, req/s | rejected |")
     print("|---|---|---|---|---|---|", flush=True)
     runs: dict[Overload, Overloaded] = {}
@@ -184,7 +191,10 @@ def draw(runs: dict[Overload, Overloaded], seconds: float, path: Path) -> None:
 
 
 def main() -> None:
-    """Run the measurements that the command line names, and exit with 1 if a bar is not met."""
+    """Run the measurements that the command line names.
+
+    Exit with 1 if a figure misses its limit (its *bar*).
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.overload",
         description=__doc__,

@@ -192,7 +192,7 @@ class VllmCpu:
 
 
 class Offline:
-    """The engine without a server. Its processes are stopped except during a call."""
+    """The engine without a server. Its processes are paused except during a call."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._log_fd = os.memfd_create("peer-log")

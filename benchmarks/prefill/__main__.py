@@ -4,8 +4,8 @@
                                  [--tokens N,N,...]
 
 The model has SmolLM2-135M's shape and random weights in bfloat16, and is computed by one thread. Messenger
-processes are real, on one machine. In each round all ways are measured in turn. Tables have medians, and bars
-if there are any.
+processes are real, on one machine. In each round all ways are measured in turn. Tables have medians, and the
+limits (*bars*) of some of them.
 
 - overlap: prompts whose first half is in the pool, so that half of the KVCache is loaded and half is stored.
 - slow: Figure 7 of the Mooncake paper: nothing is cached, and stores are throttled to the computation's time.
@@ -52,7 +52,7 @@ WINDOWS = (4, 2)
 async def both_ways(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
     """Measure prompts of which half is loaded and half is stored, at full speed.
 
-    Returns whether the bar is met.
+    Returns whether loads and stores add at most `MAX_EXTRA` to the computation's time.
     """
     print("| tokens, half of them cached | computation alone | with loads and stores | without overlap |")
     print("|---|---|---|---|", flush=True)
@@ -93,7 +93,10 @@ def medians(times: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
 
 
 async def slow_stores(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Measure prefills whose stores take the time of the computation. Returns whether the bar is met."""
+    """Measure prefills whose stores take the time of the computation.
+
+    Returns whether overlap saves at least `MIN_SAVED` of the time without overlap.
+    """
     print("| tokens, slow stores | computation alone | overlap | no overlap | saved |")
     print("|---|---|---|---|---|", flush=True)
     is_met = True
@@ -118,7 +121,11 @@ async def slow_stores(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bo
 
 
 async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
-    """Measure prefills that reuse a prefix. Returns whether both bars are met."""
+    """Measure prefills that reuse a prefix.
+
+    Returns whether they take at most `MAX_FROM_DRAM` and `MAX_FROM_TCP` of the time of a prefill without
+    reuse.
+    """
     num_blocks = -(-int(REUSE_TOKENS * REUSED_SHARE) // BLOCK_SIZE)
     num_cached = num_blocks * BLOCK_SIZE
     bars = {"the own DRAM": (bench.pool, MAX_FROM_DRAM), "another instance, TCP": (holder, MAX_FROM_TCP)}
@@ -147,7 +154,7 @@ async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
 
 
 async def windows(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> None:
-    """Measure the cost of a layer window. There is no bar."""
+    """Measure the cost of a layer window. There is no limit for it."""
     benches: dict[int | None, Bench] = {None: bench}
     for window in WINDOWS:
         benches[window] = Bench(bench.pool, window)
@@ -172,7 +179,7 @@ async def windows(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> None:
 
 
 async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Measure overlap, slow stores and reuse. Returns whether all bars are met."""
+    """Measure overlap, slow stores and reuse. Returns whether all figures are within their limits."""
     is_met = True
     async with instances() as (pool, holder):
         bench = Bench(pool)
@@ -192,7 +199,10 @@ async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[in
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
-    """Run the comparisons that the command line names. Returns whether all bars are met."""
+    """Run the comparisons that the command line names.
+
+    Returns whether all figures are within their limits.
+    """
     only, num_rounds = arguments.only, arguments.rounds
     sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else None
     is_met = True
@@ -207,7 +217,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Run the benchmark, and exit with 1 if a bar is not met."""
+    """Run the benchmark. Exit with 1 if a result misses its limit (its *bar*), or if the peer fails."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.prefill",
         description=__doc__,

@@ -75,7 +75,7 @@ def on_core(core: int) -> Iterator[None]:
 
 
 def beside_vllm(num_rounds: int, sizes: Sequence[int], home: Path) -> bool:
-    """Compare both engines. Returns whether the bar is met. Raises PeerError.
+    """Compare both engines. Returns whether our speed is at least `MIN_RATIO` times vLLM's. Raises PeerError.
 
     Both compute on the same core, in turn. vLLM's process that only passes prompts on may use other cores.
     """

@@ -45,7 +45,10 @@ async def measure_size(rig: Rig, num_tokens: int, num_rounds: int, rng: random.R
 
 
 async def pipeline(num_stages: int, num_rounds: int, sizes: Sequence[int], chunks: str, folder: Path) -> bool:
-    """Measure all sizes. Returns whether all bars are met. Timelines are written to `folder`."""
+    """Measure all sizes. Returns whether all speedups are within their limits.
+
+    Timelines are written to `folder`.
+    """
     rng = random.Random(0)
     is_met = True
     print(f"| tokens | one stage | {num_stages} stages, {chunks} chunks | speedup | chunks | of the bound |")

@@ -60,7 +60,7 @@ def write_chrome_trace(passes: Sequence[Computed], path: Path) -> None:
 
 
 def draw(passes: Sequence[Computed], title: str, path: Path) -> None:
-    """Draw one row for each stage, with a bar for each pass and its number of tokens.
+    """Draw one row for each stage, with a rectangle for each pass and its number of tokens.
 
     The suffix of `path` chooses the format.
     """

@@ -136,7 +136,10 @@ class Changes:
         return self._while_streaming(drain, "drain")
 
     def _kill(self, victim: str | None) -> Found:
-        """Kill the worker `victim` with prompts in flight; if None, the busiest decode instance in decode."""
+        """Kill the worker `victim` with prompts in flight.
+
+        If `victim` is None, kill the decode instance with the most requests while they are decoded.
+        """
         free_bytes = self._free_bytes()
 
         def kill() -> str:

@@ -41,7 +41,10 @@ class Answer(NamedTuple):
 
 
 class Cluster:
-    """A running `mooncake-serve --role all`. Every method raises an error after `DEADLINE_S`."""
+    """A running `mooncake-serve --role all`.
+
+    Methods that send a request raise an error if nothing arrives for `DEADLINE_S` seconds.
+    """
 
     def __init__(self, name: str, folder: Path, flags: Sequence[str]) -> None:
         """Start a server without waiting for it. Its log is `folder/NAME.log`."""

@@ -22,7 +22,11 @@ NUM_ROUNDS = 5
 
 
 def measure_overlap(report: Report, spec: ModelSpec, dtype: KVDtype, device: str, prompt_len: int) -> None:
-    """Measure each way of prefill, and add a row for it."""
+    """Measure prefills alone, with stores, with loads, and without overlap.
+
+    Adds two rows to `report`: one for stores, one for loads. If the measurement fails, adds one row with the
+    error.
+    """
     block_size, chunk = 64, 2048
     num_pages = 2 * -(-prompt_len // block_size) + 8
     setup = Setup(

@@ -25,7 +25,7 @@ class Speed:
     def measure(self, prompt_len: int, num_tokens: int, long_len: int) -> None:
         """Measure TTFT, TBT and throughput, and the time that a stored prefix saves.
 
-        `long_len`: tokens of the prompt that is sent twice for the latter.
+        `long_len`: the tokens of the prompt that is sent twice to measure the stored prefix.
         """
         for num_streams in (1, 8, 32):
             for which in ("first burst", "again"):

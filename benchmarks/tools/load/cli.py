@@ -122,7 +122,7 @@ def _source(options: argparse.Namespace) -> Source:
     """Return the source that the options describe. Raises TraceError, ConfigError."""
     if options.trace is not None:
         trace = TraceFile(options.trace)
-        for _ in trace:  # told before anything is sent
+        for _ in trace:  # faults are reported before anything is sent
             pass
         if trace.repairs:
             print(f"{options.trace}: {trace.repairs}", file=sys.stderr)

@@ -126,7 +126,7 @@ class Clients:
                         result.cpu_shares.append(cpu_share)
                         result.num_too_long = max(
                             result.num_too_long, num_too_long
-                        )  # each sees the whole load
+                        )  # each process sees the whole load
                         pending.remove(connection)
             on_news(result)
 

@@ -19,7 +19,7 @@ from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult
 MAX_CPU_SHARE = 0.7
 """The largest share of a core that a client process may take.
 
-If it takes more, its own delays are no longer small.
+If it takes more, the client's own delays are no longer small.
 """
 MAX_LAG_S = 0.02
 """The largest acceptable 99th percentile of the seconds by which requests are sent late."""
@@ -54,7 +54,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """Return the spread of those values that are not None; None without any."""
+        """Return the spread of those values that are not None, or None if there are no such values."""
         known = np.array([value for value in values if value is not None])
         if not known.size:
             return None

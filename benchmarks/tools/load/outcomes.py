@@ -1,4 +1,4 @@
-"""The outcome of one request, as its user saw it, and the outcomes of a run.
+"""The outcome of one request, as its client saw it, and the outcomes of a run.
 
 Owns: the records, and TBT's definition. Does not know: HTTP, the meaning of many outcomes together.
 """
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one request. Times are in seconds since the request was due.
 
-    Times count from then even if the request was sent late, so that a slow client makes no latency look
+    They count from that time even if the request was sent late, so that a slow client makes no latency look
     better. `num_prompt_tokens` is None if the server has not reported its token counts.
     """
 

@@ -28,7 +28,7 @@ class Sender:
         on_outcome: OnOutcome,
     ) -> None:
         self._run, self._client = run, client
-        # Each user of a closed loop is in one process, so there may be more processes than work for them.
+        # Each client of a closed loop is in one process: if there are fewer, some processes send nothing.
         self._share, self._num_shares = share, min(num_shares, run.concurrency or num_shares)
         self._on_sent, self._on_outcome = on_sent, on_outcome
         self.plan = Plan(run)

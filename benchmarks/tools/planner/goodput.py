@@ -105,8 +105,9 @@ class Goodputs:
     def measure(self, setup: Setup, guess_per_s: float, precision: float, step: float = 2.0) -> Bracket:
         """Return the bounds of a cluster's goodput, at most `precision` apart (a share of the lower bound).
 
-        The search begins at `guess_per_s`. The rate is multiplied by `step` until one is missed, or divided
-        by `step` squared until one is served; then the interval is bisected.
+        A rate is *served* if enough requests are within both SLOs, otherwise it is *missed*. The search
+        begins at `guess_per_s`. The rate is multiplied by `step` until a rate is missed, or divided by `step`
+        squared until a rate is served. Then the interval between both is bisected.
 
         Raises ConfigError for an impossible cluster, and for a load that is too short for an answer.
         """

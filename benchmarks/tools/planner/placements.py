@@ -24,9 +24,9 @@ CHUNKS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 def group_sizes(base: Setup, num_devices: int, longest_tokens: int) -> list[int]:
     """Return the possible numbers of devices of an instance.
 
-    If `base` has a number, only this number is tried; otherwise powers of 2 within a node are. The model and
-    a request of `longest_tokens` tokens must fit. Raises ConfigError if no number is possible, with the
-    reason for the largest one.
+    If `base` has a number, only this number is tried; otherwise all powers of 2 up to the devices of a node
+    are tried. The model and a request of `longest_tokens` tokens must fit. Raises ConfigError if no number is
+    possible, with the reason for the largest one.
     """
     of_node = hardware_card(base.hardware).num_gpus
     sizes = [base.num_gpus] if base.num_gpus else [1 << n for n in range(of_node.bit_length())]

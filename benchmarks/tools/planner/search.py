@@ -1,11 +1,13 @@
 """The search for the best cluster, as in DistServe but with this project's simulator.
 
-As instances move from one role to the other, goodput rises and falls once: with too few prefill instances the
-TTFT SLO is missed, with too few decode instances the TBT SLO. So the search begins with the division that the
-performance model expects to serve most (`conductor.elasticity.capacity`), and walks to a neighbour while the
-neighbour is better. A rival must serve the rate at which the best cluster so far fails; if it does not, a
-single simulation is enough. Coupled instances with a small chunk size need more iterations for a prompt, with
-a large chunk size longer iterations: the search walks from the middle size in steps that are halved.
+The numbers of prefill and of decode instances are a cluster's *division*. As instances move from one role to
+the other, goodput rises and falls once: with too few prefill instances the TTFT SLO is missed, with too few
+decode instances the TBT SLO. So the search begins with the division for which the performance model predicts
+the highest goodput (`conductor.elasticity.capacity`), and walks to a neighbour while the neighbour is better.
+
+A rival must serve the rate at which the best cluster so far fails; if it does not, a single simulation is
+enough. Coupled instances with a small chunk size need more iterations for a prompt, with a large chunk size
+longer iterations: the search begins with the middle size, and walks in steps that are halved.
 
 Clusters that the search only passes are simulated with one seed. Clusters that it compares in the end and
 reports are simulated with all seeds.
@@ -154,9 +156,10 @@ class Search:
             best = better
 
     def _walk(self, divisions: Sequence[Setup], best: Setup | None, index: int, step: int) -> Setup | None:
-        """Return the best cluster among `divisions`, which are in order, and `best`, the best one so far.
+        """Return the best of all clusters that the walk tries, and of `best`, the best one so far.
 
-        The walk begins at `index`, and tries the divisions `step` before and behind it.
+        `divisions` are in order. The walk begins at `index`, and tries the divisions `step` places before and
+        after it.
         """
         best = self._better(best, divisions[index])
         while True:

@@ -2,9 +2,9 @@
 
     one by one, short and long prompts   what a first token takes besides computing, how much longer prefills
                                          and iterations take than in the profile, how iterations vary
-    several at a time, three lengths     how much longer both take while the other instance computes as well,
-                                         iterations in which a request joins, and what a prompt takes of its
-                                         instance besides passes
+    several at a time, three lengths     how much longer prefills and iterations take while the other instance
+                                         computes as well, iterations in which a request joins, and what a
+                                         prompt takes of its instance besides passes
 
 These loops were chosen after the outcomes of two replays were known.
 

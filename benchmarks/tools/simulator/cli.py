@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
 def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
     options.joins, options.leaves = tuple(options.joins or ()), tuple(options.leaves or ())
     setup = setup_of(options)
-    setup.shape()  # told before the trace is read
+    setup.shape()  # faults are reported before the trace is read
     _refuse_idle(options, setup)
     loads, num_requests = _loads(options)
     drawn = []

@@ -6,7 +6,7 @@ A worker's profile and the closed loops of `benchmarks.tools.simulator.calibrati
 Then closed loops of other sizes and other numbers of requests are measured and predicted. Results that FOLDER
 has already are not measured again. The command ends with status 1 if a figure differs by more than 15%.
 
-    TTFT, TPOT    means of all requests between the first and the last answer's quarter
+    TTFT, TPOT    means over the middle half of the requests, in the order in which they end
     tokens/s      output tokens
     KV tokens     the mean number of tokens of KVCache at the decode instance (K_acc, equation 25)
 """

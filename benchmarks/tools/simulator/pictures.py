@@ -22,7 +22,7 @@ _WINDOW_S = 60.0
 class Drawn(NamedTuple):
     """One run with all that is drawn of it.
 
-    `series` is None for clusters without pools of prefill and decode instances.
+    `series` is None for clusters without separate prefill and decode instances.
     """
 
     run: SimulatedRun
@@ -58,7 +58,7 @@ def _latencies(drawn: Drawn) -> Latencies:
 
 
 def draw_load(drawn: Sequence[Drawn], path: Path) -> None:
-    """Draw both pools' load in relation to the SLOs, and the cached share of input tokens, by minute."""
+    """Draw prefill and decode load relative to the SLOs, and the cached share of input tokens, by minute."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.2 * len(drawn)), layout="constrained")

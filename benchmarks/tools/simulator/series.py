@@ -17,8 +17,9 @@ COLUMNS = ("time_s", "prefill_load", "decode_load", "num_queued", "num_decoding"
 class LoadSeries:
     """A recorder of a cluster's load, for the cluster's `on_second` callback.
 
-    A load is the mean over the instances of a pool (section 7.1). For prefill it is the seconds of the queue
-    divided by the TTFT SLO, for decode the seconds of an iteration divided by the TBT SLO.
+    Prefill load is the mean length of the prefill instances' queues in seconds, divided by the TTFT SLO.
+    Decode load is the mean time of an iteration of the decode instances, divided by the TBT SLO (section
+    7.1).
     """
 
     def __init__(self, slos: SLOs) -> None:

@@ -213,7 +213,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 def _seldom_collected() -> Iterator[None]:
     """Make a context in which garbage is collected less often.
 
-    A run makes many objects, few of them in cycles. The search for cycles takes a twentieth of its time.
+    A run makes many objects, few of them in cycles. With the usual threshold, a twentieth of the run's time
+    goes into the search for cycles.
     """
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])

@@ -20,7 +20,7 @@ class RequestClass(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """Classes whose shares add up to 1, and the SLOs that their users expect."""
+    """Classes whose shares add up to 1, and the SLOs of their requests."""
 
     classes: tuple[RequestClass, ...]
     ttft_slo_s: float

@@ -1,7 +1,7 @@
 """Synthetic loads: conversations of several turns, with a prefix that all prompts share.
 
 A request begins a conversation, or continues one. In a continued conversation the prompt begins with the
-whole blocks of an earlier prompt, or with only some of them where the user went back and changed something.
+whole blocks of an earlier prompt, or with only some of them where the client changed an earlier turn.
 New tokens follow. Earlier answers are among the new tokens, because the load cannot know the ids of their
 blocks.
 

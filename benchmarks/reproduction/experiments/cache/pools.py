@@ -1,4 +1,7 @@
-"""A global and a local pool, network bandwidth, and the best division of nodes: Mooncake (FAST'25)."""
+"""A global and a local pool, network bandwidth, and the best numbers of prefill and decode nodes.
+
+These are experiments of Mooncake (FAST'25).
+"""
 
 from pathlib import Path
 
@@ -48,7 +51,7 @@ def run_bandwidth(trace: Trace, folder: Path) -> Outcome:
 
 
 def run_ratio(trace: Trace, folder: Path) -> Outcome:
-    """Simulate each division of the nodes. The table has one row for each."""
+    """Simulate each division of the nodes into prefill and decode nodes. The table has one row for each."""
     rows: list[list[str | float | None]] = []
     for num_prefill in PREFILLS:
         setup = Setup(

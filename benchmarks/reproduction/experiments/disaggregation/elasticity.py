@@ -1,4 +1,4 @@
-"""Roles that follow the load, compared with the best fixed division of the same instances."""
+"""Roles that follow the load, compared with the best fixed numbers of prefill and decode instances."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ OF_TRACE = Setup(model="llama3-70b", num_prefill=4, num_decode=4, ttft_slo_s=10.
 TUNED_SEED, SEEDS = 1, (11, 12)
 """The seed with which thresholds were tuned, and the seeds of the experiment.
 
-Loads that rarely change use only the first of the latter.
+Loads that rarely change use only the first seed of the experiment.
 """
 NUM_TRACE_REQUESTS = 1500
 
@@ -131,7 +131,12 @@ def run(trace: Trace, folder: Path) -> Outcome:
 def _row(
     name: str, setup: Setup, load: Callable[[], Iterator[TraceRequest]], num_parts: int | None
 ) -> list[Cell]:
-    """Compare a rebalancing cluster with all fixed divisions. The former begins with equal numbers."""
+    """Compare a rebalancing cluster with all fixed divisions of its instances into prefill and decode
+    instances.
+
+    The rebalancing cluster begins with equal numbers. `num_parts`: the parts of the load; None if it has
+    none.
+    """
     num = setup.num_prefill + setup.num_decode
     fixed = [
         msgspec.structs.replace(setup, num_prefill=prefill, num_decode=num - prefill)

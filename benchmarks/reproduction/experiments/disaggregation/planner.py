@@ -1,6 +1,6 @@
 """The planner's advice for three workloads, and the goodput of neighbouring clusters.
 
-It is DistServe's placement search on our simulator.
+The planner is DistServe's placement search on our simulator.
 """
 
 from functools import partial

@@ -55,7 +55,7 @@ CHATS = SyntheticLoad(
 def run(trace: Trace, folder: Path) -> Outcome:
     """Simulate the paper's cluster, and clusters that are short of decode capacity.
 
-    One of the latter also checks the TBT SLO when pages are reserved.
+    One of the clusters short of decode capacity also checks the TBT SLO when pages are reserved.
     """
     rows: list[list[str | float | None]] = []
     for policy, published in PUBLISHED.items():

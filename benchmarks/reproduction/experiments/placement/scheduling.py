@@ -51,7 +51,7 @@ def run_policies(trace: Trace, folder: Path) -> Outcome:
 class Replicas:
     """A callback `on_second` of a cluster that counts replicas.
 
-    It records the largest number of prefill instances with each key.
+    `most` has for each key the largest number of prefill instances that had it at the same time.
     """
 
     def __init__(self, keys: list[BlockKey]) -> None:

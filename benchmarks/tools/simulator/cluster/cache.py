@@ -1,8 +1,9 @@
-"""One instance's part of the KVCache pool: the server's own allocator, over pages without bytes.
+"""One instance's part of the KVCache pool in the simulator.
 
-The allocator has the index and the order of eviction. What the server's pool adds for real bytes (transfers
-that may still write, leases that expire) is left out. Reservations wait for free pages first come, first
-served. Events reach the Conductor in batches, as from a messenger.
+It is the real allocator (`kvstore.pool.allocator`), over pages without bytes. The allocator has the index and
+the order of eviction. Left out is what the real pool does because of real bytes: transfers that may still
+write, leases that expire. Reservations wait for free pages first come, first served. KV events are collected
+for `PUBLISH_DELAY_S`, then published as one batch.
 
 Owns: reservations, the wait for pages, KV events. Does not know: how long things take.
 """
@@ -115,7 +116,7 @@ class SimulatedPool:
         places = list(map(allocator.index.get, keys))
         found = [page for page in places if page is not None]
         num_missing = len(keys) - len(found) + num_private
-        allocator.add_user(found)  # not to be evicted for the others
+        allocator.add_user(found)  # the evictions below must not take them
         if num_missing > allocator.num_free + allocator.num_idle:
             allocator.remove_user(found, used=False)
             return None
@@ -153,7 +154,8 @@ class SimulatedPool:
     def release(self, reservation: Reservation) -> None:
         """Release the pages of a reservation.
 
-        Pages with blocks may be evicted from now on, the last block first. The others are free.
+        Pages with blocks may be evicted from now on, the last block first. Pages without blocks are free at
+        once.
         """
         self._unclaim(reservation.pages[::-1])
 

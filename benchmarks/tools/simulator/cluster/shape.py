@@ -16,10 +16,10 @@ from mooncake.messages.blocks import KVLayout
 
 
 class JoinCosts(NamedTuple):
-    """The seconds by which an iteration is longer when a request joins whose KVCache comes from elsewhere.
+    """The seconds by which a joining request makes an iteration longer, if its KVCache comes from elsewhere.
 
-    They are 0 where copies do not slow the device down. Where the device is the processor, copies take its
-    time.
+    They are 0 where copies do not slow the device down. Where the device is the processor, copies take the
+    processor's time.
     """
 
     constant_s: float = 0.0

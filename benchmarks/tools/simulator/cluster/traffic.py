@@ -32,7 +32,7 @@ class Traffic:
         self._peer_of: dict[Transfer, _Peer] = {}
         """The peer of each transfer in flight."""
         self._active: dict[_Peer, None] = {}
-        """Peers with a transfer in flight since the last report."""
+        """The peers that have had a transfer in flight at any time since the last report."""
 
     def send(
         self, name: str, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]

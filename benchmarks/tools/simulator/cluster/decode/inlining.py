@@ -58,7 +58,8 @@ class Mixed:
 
 
 class PrefixTurns:
-    """The turns of prompts with a common prefix: later ones begin when one of them has stored the prefix.
+    """The turns of prompts with a common prefix: later prompts begin when an earlier one has stored the
+    prefix.
 
     The rule is the server's (`workers.kvcache.shared_prefixes`).
     """

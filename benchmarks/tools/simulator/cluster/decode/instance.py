@@ -61,7 +61,7 @@ class DecodeInstance:
         self.predictors = IterationPredictors()
         self._double_check = DoubleCheck(self.predictors, max_batch)
         self.inlined = InlinedPrompts(self.predictors, chunk_limits)
-        self._is_mixed = False  # whether an iteration with prompts is under way
+        self._is_mixed = False  # whether an iteration with prompts is in flight
         self._sequences = Sequences()
         self._waiting: deque[Sequence] = deque()
         self._arrivals = Arrivals(
@@ -298,7 +298,8 @@ class DecodeInstance:
 
     def release(self, sequence: Sequence) -> None:
         """Remove a request that another instance decodes from now on."""
-        if sequence.request.first_token_s is None:  # it was held, or the request waited for its turn
+        # Without one, the first token was held, or the request waited for its turn.
+        if sequence.request.first_token_s is None:
             sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self._abort(sequence.ref)
 

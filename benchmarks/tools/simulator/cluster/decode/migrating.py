@@ -160,7 +160,7 @@ class Migrating:
     def _take_over(self, order: TakeOver) -> None:
         coming = self._coming.pop(order.ref, None)
         if coming is None:
-            return  # it has just been aborted
+            return  # the request has just been aborted
         self.num_held_tokens -= coming.num_held
         request = self._find_request(order.ref.request_id)
         self._instance.continue_(order.ref, request, coming.num_loaded)
