@@ -154,7 +154,10 @@ def simulate(numbers: range, cluster: Cluster, said: "Queue[str]") -> None:
 
 
 def await_words(said: "Queue[str]", word: str, times: int) -> None:
-    """Wait until simulated instances have sent `word` so many times. Raises ServerError if they do not."""
+    """Wait until `word` has come `times` times from simulated instances.
+
+    Raises ServerError if it does not.
+    """
     deadline_s = time.monotonic() + _DEADLINE_S
     while times:
         try:

@@ -42,7 +42,8 @@ NUM_CONCURRENT = 64
 PEER = "Transfer Engine"
 RAW, STREAMING, MEMCPY = "raw TCP", "raw TCP, streaming", "memcpy"
 LARGE_BYTES = 1 << 20
-"""The block size in bytes from which on shares of raw TCP, of memcpy and of the peer have bars."""
+"""Blocks of this many bytes or more have limits (*bars*): least shares of raw TCP, of memcpy and of the
+peer."""
 SHARES = "Throughputs are medians over rounds, their shares medians of the shares within each round."
 
 
@@ -60,7 +61,8 @@ class Effort(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """The number of rounds of two short measurements that take the time of all long ones."""
+        """The number of rounds of two short measurements that take as long as `num_long_rounds` rounds of two
+        long ones."""
         return round(self.num_long_rounds * self.long_budget_s / self.budget_s)
 
 

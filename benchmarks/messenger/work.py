@@ -20,7 +20,7 @@ CONCURRENT_BYTES = 64 << 20
 LATENCY_BYTES = 1 << 20
 BULK_BYTES = 4 << 20
 NUM_BULK = 16
-"""The transfers of the bulk stream in flight. At each latency transfer's start half of them are new."""
+"""The bulk transfers in flight. When a latency transfer starts, half of them have just begun."""
 
 Direction = Literal["write", "read"]
 Pair = tuple[int, int]

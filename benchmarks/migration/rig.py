@@ -78,7 +78,7 @@ class Instance:
     def __init__(self, register: Register, identity: bytes) -> None:
         self.register, self.identity = register, identity
         self.place = ModulesPlace()
-        """The latest place of its modules that the instance has reported."""
+        """The place of its modules, as the instance has last reported it."""
         self.placed = asyncio.Event()
         self.token_times_s: list[float] = []
         """The arrival times of tokens from this instance, for streams that have `counts` set."""

@@ -33,9 +33,10 @@ class Rejections(NamedTuple):
         return [float(value) for value in np.percentile(self.at_arrival_s, [50, 99, 100])]
 
     def servers_bound_s(self, share: float) -> float | None:
-        """Return the seconds in which the server had decided this share of the rejections at arrival.
+        """Return the seconds within which the server decided this share of the rejections at arrival.
 
-        The quickest of all rejections are taken to be those at arrival. None if there were none.
+        The server counts all rejections. The quickest of them are taken to be those at arrival. Returns None
+        if there were no rejections at arrival.
         """
         num_at_arrival = len(self.at_arrival_s)
         bounds = [bound for bound, count in sorted(self.servers.items()) if count >= share * num_at_arrival]

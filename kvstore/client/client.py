@@ -101,7 +101,7 @@ class KVCachePool:
 
         A pool that answers nothing for `timeout_s`, now or later, counts as gone. `key_file` holds the
         cluster's key: both sides of a `tcp://` address prove that they know this key. The file is read once.
-        A `unix:` address needs no key, as its socket is private to its user.
+        A `unix:` address needs no key: only the pool's own Unix user can open the socket.
 
         Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if no pool answers;
         ConfigError for an invalid address, and for a key that is missing, unreadable or not the pool's.

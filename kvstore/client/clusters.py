@@ -1,4 +1,4 @@
-"""Clusters of this user on this host, and the choice between them.
+"""The clusters that this Unix user runs on this host, and the choice between them.
 
 Owns: which pools belong together. Does not know: calls to pools.
 """

@@ -108,7 +108,7 @@ class ClientSession:
         self._sends = Sends(store.pool, store.segment, store.peers, tasks)
         self._fetches = SessionFetches(store, tasks, send, self._sends.wake)
         self._has_device = False
-        """Whether the user reports its engine's prefix cache."""
+        """Whether the user has reported blocks of its engine's prefix cache."""
 
     def handle(self, message: ToPool) -> None:
         """Handle a message.

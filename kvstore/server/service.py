@@ -115,7 +115,7 @@ class Service:
         return self._told(internal.endpoint), self._told(internal.request_endpoint)
 
     def _told(self, bound: str) -> str:
-        """Return the endpoint that the Conductor is told for `bound`, an endpoint of KV events.
+        """Return the endpoint of KV events that the Conductor gets for the local endpoint `bound`.
 
         It has the address by which other hosts reach this host.
         """

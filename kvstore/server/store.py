@@ -145,8 +145,8 @@ class Store:
 
         The segment is locked as far as the kernel allows. Registered memory cannot be moved any more, and
         huge pages are registered fast. The work goes on beside requests, and takes minutes in a large
-        segment. Without RDMA cards nothing waits for it: then it pauses after each chunk for as long as the
-        chunk took. Raises ConfigError if RDMA is demanded and the segment cannot be registered.
+        segment. Without RDMA cards no request waits for this work, which then pauses after each chunk for as
+        long as the chunk took. Raises ConfigError if RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = was_moved = True

@@ -126,9 +126,10 @@ class Slab:
     def store(
         self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Write a block, and then its record if `is_wanted` still says so.
+        """Write a block, and then its record if `is_wanted` returns True at that time.
 
-        The slot's former block cannot be found meanwhile. `erase` removes the record again.
+        From the beginning until then the slot has no record, so neither its former block nor the new one can
+        be found.
         """
         with self._records:
             self.table.clear(slot)

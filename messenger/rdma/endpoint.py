@@ -111,7 +111,7 @@ class Endpoint:
 
         `peer` is the peer's name for messages.
 
-        A peer that does not answer for `dead_peer_s` seconds fails all calls. A device may take longer to
+        All calls fail when the peer has not answered for `dead_peer_s` seconds. A device may take longer to
         notice: the standard allows four times `dead_peer_s`.
         """
         self.peer = peer

@@ -42,7 +42,7 @@ def begin_unpaced(sock: PacedSocket) -> None:
 def choose_by_peer(sock: PacedSocket) -> None:
     """Choose the congestion control of a new connection by the place of its peer, before anything is sent.
 
-    Between hosts, the choice of a route or another program is not changed.
+    Between hosts, a congestion control that the route or another program has set is kept.
     """
     try:
         is_local = sock.getpeername()[0] == sock.getsockname()[0]

@@ -218,7 +218,10 @@ class Inlet:
     """Whether each side has mapped the other's segment."""
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        """Check that the payload fits a frame with `num_bytes` of layers. Raises TransferError."""
+        """Check that a frame for `num_bytes` of layers may have `payload_bytes` of payload.
+
+        Raises TransferError.
+        """
         expect_payload(0, payload_bytes)
 
     async def fill(

@@ -190,10 +190,10 @@ def _fitted_prefills(busy: Sequence[_Busy]) -> tuple[float, float]:
 def _non_negative(
     rows: Sequence[tuple[float, ...]], targets: Sequence[float], scales: Sequence[float]
 ) -> list[float]:
-    """Return the factors whose sums over `rows` are nearest to `targets`. No factor is negative.
+    """Return the factors, none negative, whose sums over `rows` are nearest to `targets`.
 
-    Errors are relative to `scales`. The result is the best fit without a negative factor that uses the first
-    factor and any of the other factors.
+    Errors are relative to `scales`. All sets of factors that include the first one are tried; factors outside
+    a set are 0.
     """
     features = np.array(rows) / np.array(scales)[:, None]
     values = np.array(targets) / np.array(scales)

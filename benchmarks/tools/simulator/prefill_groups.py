@@ -46,7 +46,8 @@ class PrefillNodes:
     link_bytes_per_s: float
 
     def chunks(self, num_tokens: int, num_nodes: int) -> list[range]:
-        """Return chunks that take equally long, in the number with which the prompt ends first.
+        """Return the chunks of a prompt: all take equally long, and with another number the prompt would end
+        later.
 
         The rule is the server's (`workers.prefill.chunks`), with the duration of a pass by roofline.
         """

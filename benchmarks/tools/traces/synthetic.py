@@ -20,9 +20,9 @@ from benchmarks.tools.traces.arrivals import arrivals
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceRequest, num_blocks_of
 
 MAX_OPEN = 20_000
-"""The number of conversations that can be continued, at times up to twice as many.
+"""The number of conversations that are kept when the oldest are forgotten.
 
-The oldest are forgotten.
+They are forgotten whenever there are more than twice as many.
 """
 
 Values = tuple[float, ...]
@@ -39,7 +39,7 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     burstiness: float = 1.0
     """The variance of the number of arrivals, divided by its mean; 1 is a Poisson process."""
     shared_prefix_tokens: int = 0
-    """Tokens with which all prompts begin, like a system prompt; whole blocks of 512."""
+    """Tokens with which all prompts begin, like a system prompt; rounded down to whole blocks of 512."""
     follow_up_share: float = 0.0
     """The share of all requests that continue a conversation."""
     turn_gap_s: Values = (60.0,)
@@ -47,7 +47,7 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_share: Values = (1.0,)
     """The share of the whole blocks of the continued prompt that is kept."""
     added_input_tokens: Values = (200.0,)
-    """Tokens behind the kept blocks: the answer, and the user's next message."""
+    """Tokens behind the kept blocks: the earlier answer, and the client's next message."""
     max_input_tokens: int = 131_072
     """The number of tokens at which a conversation ends."""
 

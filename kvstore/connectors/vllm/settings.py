@@ -16,7 +16,7 @@ SECTION = "kv_connector_extra_config"
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True):
-    """The pools, and the block size of a pool that has no blocks yet."""
+    """The connector's pools, and the block size of a pool that has no blocks yet."""
 
     pool: str | list[str]
     """The pools' addresses, as `KVCachePool.connect` takes them; blocks are stored in the first pool."""

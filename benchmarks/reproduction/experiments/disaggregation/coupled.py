@@ -109,8 +109,8 @@ def _sweep(setup: Setup, trace: Trace) -> list[tuple[float, Results]]:
 def capacity_per_s(sweep: Sequence[tuple[float, Results]], slos: SLOs) -> float:
     """Return the rate at which the share of effective requests falls below `ATTAINMENT`.
 
-    The rate is interpolated between the measured rates. If the share never falls so low, it is the highest
-    measured rate. Below the lowest measured rate, the share is taken to fall from 1 in proportion.
+    The rate is interpolated between the measured rates. Below the lowest measured rate, the share is taken to
+    fall linearly from 1 at rate 0. If the share never falls so low, the highest measured rate is returned.
     """
     rates = [0.0, *(rate for rate, _ in sweep)]
     shares = [1.0, *(summarize(results, slos).effective_share for _, results in sweep)]

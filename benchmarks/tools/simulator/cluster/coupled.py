@@ -114,7 +114,8 @@ class CoupledInstance:
     def _plan_chunks(self) -> list[tuple[CoupledSequence, int]]:
         """Return the prompt chunks of the next iteration, in order of arrival.
 
-        They have the tokens of `chunk_tokens` that the running requests leave.
+        Together they have `chunk_tokens` tokens, less one for each running request, or all tokens that are
+        left.
         """
         assert self._chunk_tokens is not None
         planned: list[tuple[CoupledSequence, int]] = []

@@ -1,6 +1,6 @@
-"""The rule of the double check.
+"""The double check in the simulator: whether a request that joins a batch would miss its TBT SLO.
 
-It is the rule of `workers.decode.tbt_slo.double_check`, which cannot be used without torch.
+The rule is that of `workers.decode.tbt_slo.double_check`, which cannot be used without torch.
 
 Owns: the predicted TBT of a batch, and whether it is too long. Does not know: which requests wait or are
 refused.
@@ -11,7 +11,7 @@ from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class DoubleCheck:
-    """The rule for an instance that decodes at most `max_batch` requests together."""
+    """The double check of an instance that decodes at most `max_batch` requests together."""
 
     def __init__(self, predictors: IterationPredictors, max_batch: int) -> None:
         self._predictors, self._max_batch = predictors, max_batch

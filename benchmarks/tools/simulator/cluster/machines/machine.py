@@ -1,4 +1,4 @@
-"""The effects of instances on others of one machine, and of a real machine on every iteration.
+"""The effects of an instance on other instances of its machine, and of a real machine on every iteration.
 
 Instances on machines of their own, as in all clusters made from cards, have no such effects.
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 LONGEST_SHARE = 0.1
-"""A request's TBT is the mean of this share of its gaps, the longest ones."""
+"""The share of a request's token gaps that count for its TBT: the mean of the longest ones."""
 _SEED = 0
 
 
