@@ -224,7 +224,7 @@ def _ask_for_prompts(url: str, model: str, number: int) -> None:
 
 
 def measure_drain(output: int) -> None:
-    """Measure and print how an instance with 32 running streams leaves."""
+    """Measure and print how long an instance with 32 running streams takes to leave, and changed answers."""
     with cluster(ORDER_FLAGS, output) as url:
         model = find_server(url, None, None).model
         quiet = [Streams(url, model, 64, 400).results() for _ in range(2)]

@@ -1,6 +1,6 @@
 """Output tokens a second in a closed loop, of our server and of its peers, each on all cores.
 
-Owns: concurrencies, medians over rounds, the bars. Does not know: how servers are started, who the peers are.
+Owns: concurrencies, medians over rounds, the limits. Does not know: how servers are started, the peers.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The speed of each kernel at the shapes of Llama-3-8B, as a share of the device's ceilings.
 
-Owns: shapes, bars, counts of bytes and FLOP. Does not know: whole models.
+Owns: shapes, limits (*bars*), counts of bytes and FLOP. Does not know: whole models.
 """
 
 import numpy as np

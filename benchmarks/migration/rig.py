@@ -184,7 +184,7 @@ class Rig:
     ) -> Stream:
         """Order a request. The instance computes its prompt itself.
 
-        `counts`: whether the instance's `token_times_s` get its tokens.
+        `counts`: whether the times of the request's tokens are recorded in the instance's `token_times_s`.
         """
         root = root_key(at.register.fingerprint)
         keys = block_keys(prompt, self._block_size, root)

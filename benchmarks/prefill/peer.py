@@ -1,6 +1,6 @@
 """The computation of a prefill alone on one core: our engine, and vLLM's build for CPUs without a server.
 
-Owns: our side, the comparison, its table and bar. Does not know: how the peer is installed and run.
+Owns: our side, the comparison, its table and limits. Does not know: how the peer is installed and run.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Pipelines of several stages, compared with one stage. Each stage has one core.
 
-Owns: the comparison, its table, bars and timeline. Does not know: how a prefill is run.
+Owns: the comparison, its table, limits and timeline. Does not know: how a prefill is run.
 """
 
 import random

@@ -42,8 +42,8 @@ Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
 class Attach(msgspec.Struct, tag=True, frozen=True):
     """The first message of a worker. Answered by `Attached`, with the segment's descriptor, or `CallFailed`.
 
-    `serial` numbers the users of a process. A user that connects again under its old serial has stopped
-    writing to the pages that it had reserved before.
+    `serial` numbers the connections of a process to the pool. A process that connects again under an old
+    serial has stopped writing to the pages that it had reserved under this serial.
     """
 
     call_id: int

@@ -3,7 +3,7 @@
 The model is a quarter of a large model's layers. The executor runs in this process, and a pool's process runs
 beside it.
 
-Owns: the ways that are compared, their bars. Does not know: how a prefill is run
+Owns: the ways that are compared, their limits. Does not know: how a prefill is run
 (`benchmarks.prefill.bench`).
 """
 

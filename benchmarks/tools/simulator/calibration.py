@@ -76,11 +76,11 @@ class Corrected(Profiled):
 class Calibration:
     """The measured costs of one machine.
 
-    `first_token_s` is the time before a first token that is not spent at its prefill instance, and `prompt_s`
-    the time that each prompt takes of that instance besides its passes. `slowdowns` are the factors of
-    prefill and of decode while the other instance computes too. `join_costs` are the costs of requests that
-    join a batch. `longest_mean` is the mean of the longest tenth of a request's gaps, divided by the mean of
-    all gaps.
+    `first_token_s` is the time before a first token that is not spent at a prefill instance. `prompt_s` is
+    the time that each prompt takes of a prefill instance besides the prompt's passes. `slowdowns` are the
+    factors of prefill and of decode while the other instance computes too. `join_costs` are the costs of
+    requests that join a batch. `longest_mean` is the mean of the longest tenth of a request's gaps, divided
+    by the mean of all gaps.
     """
 
     profiled: tuple[Costs, Costs]

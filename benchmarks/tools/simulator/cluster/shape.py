@@ -56,7 +56,7 @@ class InstanceShape:
     first_token_s: float = 0.0
     """Seconds before a first token that are spent neither in queues nor with computing: front, dispatch."""
     prompt_s: float = 0.0
-    """Seconds that each prompt takes of a prefill instance besides its passes."""
+    """Seconds of a prefill instance that each prompt takes besides the prompt's passes."""
     slowdowns: tuple[float, float] | None = None
     """Factors of prefill's and decode's times while other instances compute.
 
