@@ -90,8 +90,7 @@ def plan_attention(
     geometry: PageGeometry,
     sliding_window: int | None,
 ) -> AttentionPlan:
-    """Return the plan of one forward pass over sequences whose queries are concatenated in the arguments'
-    order.
+    """Return the plan of one forward pass over sequences, whose queries are concatenated in order.
 
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (new tokens included); token t
     lies in page `page_tables[s][t // page_size]` (int64, on the CPU).

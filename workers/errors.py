@@ -14,7 +14,7 @@ class SessionLostError(MooncakeError):
 
 
 class NoRoomError(MooncakeError):
-    """An instance has no room for a request now, or cannot compute its prompt."""
+    """An instance has no room for a request now, or cannot compute the request's prompt."""
 
 
 class EngineLostError(MooncakeError):
@@ -32,8 +32,8 @@ class ModulesStayError(MooncakeError):
 def report_of(ref: Ref, error: Exception, *, retryable: bool = True) -> WorkFailed:
     """Return the report that the attempt `ref` has failed with `error`.
 
-    A request whose grammar cannot be followed is refused, because no attempt would succeed. The report names
-    the field at fault for the client.
+    `retryable` says whether another attempt may succeed. If the grammar of the request cannot be followed, no
+    attempt would: then the request is refused, and the report names the field at fault for the client.
     """
     if isinstance(error, GrammarError):
         return WorkFailed(ref, str(error), retryable=False, is_refused=True, param="grammar")

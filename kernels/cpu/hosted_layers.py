@@ -2,7 +2,7 @@
 
 Both processes have a mailbox, in which the owner of the sequences describes a pass and puts the hidden states
 that enter these layers. The helper computes the layers with its own weights, and puts the hidden states that
-leave them in the same place. Bytes exchanged by a token: two rows of hidden states.
+leave them in the same place. Bytes exchanged for each token: two rows of hidden states.
 
 Up to `NUM_SLOTS` passes are in the mailbox at a time, so that both sides compute at once. The helper answers
 them in order.

@@ -27,7 +27,7 @@ ENV = "MOONCAKE_CPU_KERNELS"
 DTYPES = (torch.bfloat16, torch.float32)
 _TORCH = "torch"
 _SOURCE = Path(__file__).parent / "native" / "kernels.cpp"
-# The same bits from code that is compiled in two places: no fused operation but those that are written out.
+# No operations are fused but those that are written out: so code compiled in two places gives the same bits.
 _FLAGS = ("-ffp-contract=off", "-pthread")
 
 

@@ -17,13 +17,10 @@ from kernels.cpu.memory import HugeMemory
 
 
 class PackedLinear:
-    """A weight matrix `[N, K]`, copied into the order in which products read it.
-
-    Its elements cannot be changed.
+    """A weight matrix `[N, K]`, copied into the order in which products read it. It cannot be changed.
 
     `weight`: bfloat16 or float32, contiguous, on the CPU, K even. `bias`: `[N]` of the same dtype, or None.
-    Matrices that share a `memory` lie side by side.
-    Raises ValueError for other tensors.
+    Matrices that share a `memory` lie side by side. Raises ValueError for other tensors.
     """
 
     def __init__(

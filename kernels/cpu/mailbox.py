@@ -1,5 +1,4 @@
-"""A mailbox for an owner of sequences and its helper (mailbox.h): counters, wakes, and data after the
-counters.
+"""A mailbox between an owner of sequences and its helper (mailbox.h): counters, and data behind them.
 
 Either both processes map one mailbox, or each has a mailbox of its own and a stream connects the two.
 

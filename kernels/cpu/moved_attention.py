@@ -3,11 +3,11 @@
 Both processes have a mailbox (`kernels.cpu.mailbox`), in which the owner of the sequences describes each pass
 and asks for each layer. The helper has one of two parts:
 
-- The last KV heads. The helper's attention reads and writes their pages. Bytes exchanged by a token and
+- The last KV heads. The helper's attention reads and writes their pages. Bytes exchanged for each token and
   layer: queries, keys and values to the helper, results back. The result is, bit for bit, that of attention
   over all heads in one process, as heads do not depend on each other.
-- The first pages of some sequences, all of them full. Bytes exchanged by a token of these sequences and
-  layer: the queries of all heads to the helper; results, and the logarithms L of the softmaxes'
+- The first pages of some sequences, all of them full. Bytes exchanged for each layer and each token of these
+  sequences: the queries of all heads to the helper; results, and the logarithms L of the softmaxes'
   denominators, back.
 
   With O and L from both processes, the attention of a head is exp(L1 - L) O1 + exp(L2 - L) O2 with
@@ -112,8 +112,10 @@ class _AttentionMailbox(Mailbox):
 
 
 class AttentionOwner(_AttentionMailbox):
-    """The owner's end of a mailbox for attention. `timeout_s`: seconds that the helper may take for a
-    layer."""
+    """The owner's end of a mailbox for attention.
+
+    `timeout_s`: seconds that the helper may take for a layer.
+    """
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ part, its program writes the result itself. The grid depends on the number of qu
 graph serves every context length: each sequence has as many parts as its span says, and programs of further
 parts end at once.
 
-Reference: `kernels.cuda.spans.attention_reference`. Bytes moved: `bytes_moved`; the arithmetic, 4 FLOP for
-every query head and element of K, is small beside it.
+Reference: `kernels.cuda.spans.attention_reference`. Bytes moved: `bytes_moved`; they take longer than the
+arithmetic, 4 FLOP for every query head and element of K.
 
 Owns: the kernels, their launch. Does not know: layers, requests.
 """
@@ -93,7 +93,7 @@ def _parts(span, window, num_splits, BLOCK_KEYS: tl.constexpr):
     return tl.load(span), first, end, tl.load(span + 3), part_keys, num_parts
 
 
-# Not specialised: a number of splits that has not been met before would compile it anew, while serving.
+# Not specialised: a new number of splits would compile the kernel anew, while requests wait.
 @triton.jit(do_not_specialize=["num_splits"])
 def _attend_part(
     query, kv_layer, spans, pages, parts, part_lse, out, lse, query_stride, scale, window, num_splits,
@@ -178,7 +178,7 @@ def _merge_parts(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts' results of one query and head into their mean, weighted by their denominators."""
+    """Merge the parts' results of one query and head: the mean, weighted by the softmax denominators."""
     span, head = tl.program_id(0), tl.program_id(1)
     row, _, _, _, _, num_parts = _parts(spans + span * SPAN_FIELDS, window, NUM_SPLITS, BLOCK_KEYS)
     if num_parts == 1:

@@ -87,7 +87,7 @@ def _softmax(
     new_highest = gl.maximum(highest, gl.max(scores, 1) * scale)
     finite = new_highest
     if HAS_WINDOW:
-        # A row that the window hides from all keys so far: exp2(-inf - 0), not NaN.
+        # If the window hides all keys so far from a row, its weights are exp2(-inf - 0) = 0, not NaN.
         finite = gl.where(new_highest == float("-inf"), 0.0, new_highest)
     weights = gl.exp2(scores * scale - finite[:, None])
     shrink = gl.exp2(highest - finite)
@@ -118,7 +118,7 @@ def _step(
         IS_MASKED, HAS_WINDOW, BLOCK_KEYS, S_LAYOUT,
     )  # fmt: skip
     new_operand = gl.convert_layout(weights.to(k_ring.dtype), P_LAYOUT)
-    # What the wait names is not moved behind it: the softmax stays beside the product.
+    # The compiler moves no operand of the wait behind it, so the softmax runs beside the product.
     result, operand, new_operand = warpgroup_mma_wait(0, deps=[result_token, operand, new_operand])
     mbarrier.arrive(v_free.index(before), count=1)
     result = result * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -137,7 +137,7 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    # As global memory is read: 16 bytes a thread.
+    # The layout in which global memory is read: 16 bytes a thread.
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
     pair = HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
@@ -271,12 +271,14 @@ def attend(
     sliding_window: int | None,
     lse: torch.Tensor | None,
 ) -> None:
-    """Compute `prefill_attention` for tensors that `is_for` supports, over spans of 1 to
-    `BLOCK_ROWS // group` tokens."""
+    """Compute `prefill_attention` for tensors that `is_for` supports.
+
+    Spans have 1 to `BLOCK_ROWS // group` tokens.
+    """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, _, page_size, _ = kv_layer.shape
     kv_rows = kv_layer.view(-1, head_dim)
-    # Made for each call, 3 us: it holds the layer's memory, so a kept one would keep that too.
+    # Made for each call, in 3 us: a cached descriptor would keep the layer's memory from being freed.
     descriptor = TensorDescriptor(
         kv_rows, list(kv_rows.shape), [head_dim, 1], [BLOCK_KEYS, head_dim], _layout(query.dtype, head_dim)
     )

@@ -71,8 +71,7 @@ def dequantise_reference(
 
 @triton.jit
 def _to_e4m3(x, REBIAS: tl.constexpr):
-    """Return the e4m3 byte of float32 `x`, |x| <= 448: the exponent rebiased, the mantissa rounded to 3
-    bits."""
+    """Return the e4m3 byte of float32 `x`, |x| <= 448: exponent rebiased, mantissa rounded to 3 bits."""
     bits = (x * (1.0 / REBIAS)).to(tl.int32, bitcast=True)  # exact, which a division need not be
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20

@@ -1,4 +1,4 @@
-"""The common part of all launches: the checks of tensors, which kernels read by address, and the device.
+"""The common part of all launches: checks of the tensors that a kernel reads by address, and the device.
 
 Owns: the checks, the choice of the device. Does not know: kernels. Numbers inside tensors (pages, rows) are
 not read: that would wait for the device.
@@ -109,7 +109,7 @@ def _kind(argument: Any) -> object:
     bits.
     """
     match argument:
-        case bool():  # else the same as 1, which Triton compiles another kernel for
+        case bool():  # refused: True would have the kind of 1, for which Triton compiles another kernel
             pass
         case torch.Tensor():
             return argument.dtype, argument.data_ptr() % 16 == 0

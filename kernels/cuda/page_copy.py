@@ -1,4 +1,4 @@
-"""Copies of one layer between the device's pages and transfer buffers, where blocks lie one after the other.
+"""Copies of one layer between device pages and transfer buffers, which have blocks one after the other.
 
 A page is byte for byte one layer of a block, so the kernels copy words and know no shapes.
 

@@ -111,7 +111,7 @@ def _attend_keys(
             distance = query_at[:, None] - keys[None, :]
             scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row that a window hides from all keys so far: exp2(-inf - 0), not NaN.
+        # If a window hides all keys so far from a row, its weights are exp2(-inf - 0) = 0, not NaN.
         finite = tl.where(new_highest == float("-inf"), 0.0, new_highest) if IS_MASKED else new_highest
         weights = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(highest - finite)
@@ -163,7 +163,7 @@ def _attend_tile(
         highest, total, result, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, BLOCK_KEYS,
     )  # fmt: skip
 
-    total = tl.where(total > 0, total, 1.0)  # rows of no query: not 0 / 0
+    total = tl.where(total > 0, total, 1.0)  # rows without a query: not 0 / 0
     result = result / total[:, None]
     at = (row + token) * (NUM_KV_HEADS * GROUP) + head
     tl.store(out + at[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=is_element)

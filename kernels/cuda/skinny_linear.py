@@ -31,8 +31,7 @@ Tiles take 144 KiB of an A100's 163, and 192 of Hopper's 227. Consumer GPUs, L4 
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm of rows `[T, n]`: its weight `[n]`, and the epsilon added to the mean
-    square."""
+    """A root-mean-square norm of rows `[T, n]`: its weight `[n]`, and the `eps` added to the mean square."""
 
     weight: torch.Tensor
     eps: float
@@ -117,7 +116,7 @@ def _load_once(at, mask):
     return values
 
 
-# Not specialised: each matrix would be compiled for twice as many numbers of rows.
+# Not specialised: else the kernel of each matrix would be compiled for twice as many numbers of rows.
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_linear(
     x, weight, bias, residual, norm, out, num_rows, eps,

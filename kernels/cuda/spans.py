@@ -58,8 +58,7 @@ def plan_spans(
     page_size: int,
     tile_tokens: int,
 ) -> SpanPlan:
-    """Return the spans of one forward pass over sequences whose queries are concatenated in the arguments'
-    order.
+    """Return the spans of one forward pass over sequences, whose queries are concatenated in order.
 
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (new tokens included); token t
     lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of at most

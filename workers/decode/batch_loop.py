@@ -101,7 +101,7 @@ class BatchLoop:
             self._pauses.ended(iteration.ended_s)
             for sequence, end, token, logprobs in iteration.results:
                 if sequence.finish_reason is not None:
-                    continue  # it had been planned before its last token was known
+                    continue  # the iteration was planned before the sequence's last token was known
                 if token is None:
                     sequence.num_computed_tokens = end - sequence.num_cached_tokens
                     continue

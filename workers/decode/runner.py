@@ -301,10 +301,10 @@ class DecodeRunner:
             self.meter.num_refusals += 1
             await self._send(DecodeRefused(ref, str(refusal), refusal.batch_size, refusal.predicted_tbt_s))
         except SessionLostError:
-            raise  # another rank is gone: this worker leaves, and what it had is placed again
+            raise  # another rank is gone: this worker's session ends, and its requests are placed again
         except NoRoomError as error:
             log.info("%s does not go on here: %s", ref.request_id, error)
-            await self._beat()  # the next try goes by the pages that there are now
+            await self._beat()  # the Conductor learns the present number of pages before it tries again
             await self._send(report_of(ref, error))
         except MooncakeError as error:
             if self._pool.closed.is_set():

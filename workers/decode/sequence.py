@@ -26,13 +26,13 @@ class SequenceState(Enum):
     LEAVING follows from WAITING, LOADING and PREPARED, too.
     """
 
-    NEW = auto()  # prefill has not ended, or its KVCache is in flight
-    WAITING = auto()  # for memory of the device
-    LOADING = auto()  # its KVCache is being copied to its pages
-    PREPARED = auto()  # it migrates here, with pages, and is decoded elsewhere
+    NEW = auto()  # its prefill has not ended, or its KVCache is in flight
+    WAITING = auto()  # it waits for device pages
+    LOADING = auto()  # its KVCache is being copied to its device pages
+    PREPARED = auto()  # it migrates here and has pages here, but its source still decodes it
     RUNNING = auto()
-    LEAVING = auto()  # has left the batch, its pages are in use
-    OUT = auto()  # without pages
+    LEAVING = auto()  # it has left the batch, and its pages are still used
+    OUT = auto()  # it has no pages
 
 
 PRE_COPY, PREPARE = "pre_copy", "prepare"
@@ -82,8 +82,7 @@ class Sequence:
     """Tokens after the cached tokens that iterations have computed, until the first token is drawn."""
     state: SequenceState = SequenceState.NEW
     in_flight_until: int | None = None
-    """The number of tokens with KVCache after the planned or running iteration; None if there is no such
-    iteration."""
+    """The number of tokens with KVCache after the planned or running iteration; None if there is none."""
     pages: list[int] = field(default_factory=list)
     num_stores: int = 0
     """The number of stores in progress that read the sequence's pages."""
@@ -203,7 +202,10 @@ class Sequence:
 
     @property
     def num_tokens_to_plan(self) -> int:
-        """The number of the attempt's initial tokens without KVCache that no iteration computes yet."""
+        """The number of the request's tokens (prompt and earlier output) that are still to be planned.
+
+        They have no KVCache, and no iteration in flight computes them.
+        """
         return max(0, len(self.request.token_ids) - self.next_start)
 
     @property

@@ -51,9 +51,9 @@ class HostedSequences(NamedTuple):
     query_lens: list[int]
     kv_lens: list[int]
     page_tables: list[np.ndarray]
-    """The pages there, by their numbers at the helper."""
+    """The pages of each sequence at the helper, by their numbers there."""
     tokens: np.ndarray
-    """The rows of their new tokens in the pass: int64, on the CPU."""
+    """The rows of these sequences' new tokens in the pass: int64, on the CPU."""
 
 
 class Batch:
@@ -63,8 +63,7 @@ class Batch:
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv: DeviceKVCache) -> None:
-        # A decode step of many sequences waits for this: nothing is done for each chunk that can be done for
-        # all.
+        # A decode step of many sequences waits for this code, so it works on arrays of all chunks.
         query_lens = [len(chunk.token_ids) for chunk in chunks]
         kv_lens = [chunk.start + num for chunk, num in zip(chunks, query_lens, strict=True)]
         nums_pages = [-(-kv_len // kv.page_size) for kv_len in kv_lens]
@@ -211,8 +210,10 @@ class Batch:
 
     @cached_property
     def _own(self) -> tuple[Sequence[int], list[np.ndarray]]:
-        """The tokens and the page table of each sequence without its pages at a helper. Attention depends on
-        distances alone, so positions may count from there."""
+        """The number of tokens and the page table of each sequence, without its pages at a helper.
+
+        Attention depends only on distances between tokens, so positions may count from the first page here.
+        """
         if self.nums_hosted is None:
             return self.kv_lens, self.page_tables
         each = list(zip(self.kv_lens, self.page_tables, self.nums_hosted, strict=True))
@@ -234,7 +235,10 @@ def _check_range(what: str, numbers: np.ndarray, end: int) -> None:
 
 
 def _nums_hosted(tables: Sequence[np.ndarray], chunks: Sequence[Chunk], kv: DeviceKVCache) -> tuple[int, ...]:
-    """Return how many leading pages of each sequence a helper has. Raises ValueError if others are there."""
+    """Return how many leading pages of each sequence a helper has.
+
+    Raises ValueError if the helper has other pages of a sequence, or a page with new tokens.
+    """
     nums = []
     for table, chunk in zip(tables, chunks, strict=True):
         are_hosted = table >= kv.layer_shape[0]

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one launch a step instead of hundreds.
 
-Hundreds of launches take longer than a step of some milliseconds.
+Hundreds of launches would take longer than the computation of a step.
 
-There is a graph for each bucket of batch sizes, captured with the first such batch, which the warm-up
-computes. A graph reads its inputs from its own memory; the logits of all graphs are in one memory. A batch is
-padded to the bucket with empty sequences, which read and write no page.
+There is a graph for each size in `BUCKETS`, captured with the first batch that needs it, usually in the
+warm-up. A graph reads its inputs from its own memory; the logits of all graphs are in one memory. A batch is
+padded to the next size with empty sequences, which read and write no page.
 
 Owns: the graphs, their inputs. Does not know: how a layer is computed, sampling.
 """
@@ -61,7 +61,7 @@ class CudaCapture:
             compute()
         current.wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy KVCache meanwhile: only this one's calls are captured, or forbidden.
+        # Other threads copy KVCache meanwhile. The capture concerns only the calls of this thread.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = compute()
         return Captured(output, graph.replay)
@@ -77,7 +77,10 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
 
     def can_compute(self, batch: Batch) -> bool:
-        """Return whether a batch has single tokens only, within the largest bucket."""
+        """Return whether a batch has single tokens only, not more of them than the largest bucket.
+
+        Its page tables must not have more entries than the cache has pages.
+        """
         is_decode = batch.num_tokens == len(batch.query_lens) <= BUCKETS[-1]
         return is_decode and len(batch.pages) <= self.kv.num_pages
 
@@ -95,15 +98,14 @@ class DecodeGraphs:
 
 
 class _Graph:
-    """The graph of a batch of `size` sequences, whose page tables may have all pages of the cache.
+    """The graph of a batch of `size` sequences, with as many page-table entries as the cache has pages.
 
-    Inputs are tokens, spans and page tables, one after the other. The host writes them to `_staged`, through
-    its views.
+    Inputs are tokens, spans and page tables, one after the other. The host writes them to views of `_staged`.
     """
 
     def __init__(self, size: int, layers: TritonLayers, kv: DeviceKVCache, logits: torch.Tensor) -> None:
         self._size, self._layers, self._kv, self._logits = size, layers, kv, logits
-        # Even: Triton would compile kernels anew for page tables that are not aligned to 16 bytes.
+        # An even number: Triton would compile kernels anew for page tables not aligned to 16 bytes.
         self._num_fixed = -(-size * (_TOKEN_FIELDS + SPAN_FIELDS) // 2) * 2
         num_inputs = self._num_fixed + kv.num_pages
         self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=kv.device)
@@ -141,7 +143,7 @@ class _Graph:
         """Copy the batch's inputs to the graph's memory, in one copy from pinned memory."""
         num, num_pages = batch.num_tokens, len(batch.pages)
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before, from the same memory
+            self._copied.synchronize()  # until the previous copy from this memory has run
         self._tokens[:, :num] = batch.host[:_TOKEN_FIELDS]
         self._tokens[:, num:] = _PADDING
         spans = self._spans[:num]

@@ -56,7 +56,7 @@ class MovedHeads:
     owner: AttentionOwner
     """The owner's end of the exchange with the helper."""
     remote: RemotePages | None
-    """The pages of a helper on another host."""
+    """The pages of a helper on another host; None if the helper is on this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class HostedLayers:
     owner: LayersOwner
     """The owner's end of the exchange with the helper."""
     remote: RemotePages | None
-    """The pages of a helper on another host."""
+    """The pages of a helper on another host; None if the helper is on this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class HostedPages:
     owner: AttentionOwner
     """The owner's end of the exchange with the helper."""
     remote: RemotePages | None
-    """The pages of a helper on another host."""
+    """The pages of a helper on another host; None if the helper is on this host."""
 
     def __len__(self) -> int:
         """Return the number of pages."""

@@ -18,9 +18,9 @@ from workers.engine.helped_parts import Helped, HostedLayers, HostedPages, Moved
 from workers.engine.spec import ModelSpec
 
 GROWTH_SHARE = 1 / 16
-"""The least number of pages that stay free when a sequence gets its pages, as a share of its pages.
+"""The number of this process's pages that shall stay free when a sequence gets pages, as a share of these.
 
-The sequence can grow into these pages.
+If fewer would stay free, more of the sequence's pages go to a helper, so that the sequence can grow here.
 """
 LONG_SHARE = 1 / 32
 """The least share of this process's pages with which a sequence counts as long.
@@ -141,12 +141,12 @@ class DeviceKVCache:
         threading.Thread(target=self.take_memory, name="kvcache-memory").start()
 
     def take_memory(self) -> None:
-        """Have the operating system allocate the memory of all pages on a CPU that are not lent.
+        """Have the operating system allocate the memory of all pages that are not lent; only on a CPU.
 
-        The call blocks. Otherwise the first pass that uses a huge page waits for its allocation in each
-        layer. Memory is taken in the order of pages, a huge page at a time and at a quarter of the possible
-        speed, because other threads compute meanwhile. The call ends early if the pages get other memory, or
-        the main thread has ended.
+        Without this, the first pass that uses a huge page would wait for its allocation in each layer. Memory
+        is taken in the order of pages, a huge page at a time and at a quarter of the possible speed, because
+        other threads compute meanwhile. The call blocks. It ends early if the pages get other memory, or the
+        main thread has ended.
         """
         if self.device.type != "cpu":
             return
@@ -156,7 +156,7 @@ class DeviceKVCache:
             for number in range(len(self._tensors)):
                 began_s = time.perf_counter()
                 self._populate(number, start)
-                # Without a reference to what others give back.
+                # While this thread sleeps, it has no reference to tensors that others may free.
                 time.sleep(3 * (time.perf_counter() - began_s))
                 if self._arrangement != arrangement or not threading.main_thread().is_alive():
                     return
@@ -197,7 +197,7 @@ class DeviceKVCache:
 
     @property
     def _end_of_own(self) -> int:
-        """The first page that a helper has, if it has pages."""
+        """The number of pages of this process, which is the number of the first page that a helper has."""
         return self.num_pages if self.hosted_pages is None else self.num_pages - len(self.hosted_pages)
 
     def num_hosted_of(self, pages: Sequence[int]) -> int:
@@ -265,8 +265,7 @@ class DeviceKVCache:
         return heads_of
 
     def _halves(self, layer: int, pages: torch.Tensor) -> tuple["_Half", "_Half"]:
-        """Divide pages into pages of this process and pages of a helper, with the numbers that each side
-        uses."""
+        """Divide pages into those of this process and those of a helper, with each side's page numbers."""
         hosted, first, position = self.hosted_pages, self._end_of_own, layer - self.layers.start
         assert hosted is not None
         are_hosted = pages >= first
@@ -277,9 +276,9 @@ class DeviceKVCache:
     def rearrange(self, layers: list[torch.Tensor], helped: Helped | None) -> list[torch.Tensor]:
         """Switch the pages to the memory `layers`, and return their memory of before. Page numbers stay.
 
-        A helper has the part `helped` then; None if no helper has any. Before the call, used pages have been
-        copied to `layers`, and nothing computes with them. Pages that do not exist in the new arrangement
-        must be free.
+        `helped` is the part that a helper has from now on; None if no helper has any. Before the call, used
+        pages have been copied to `layers`, and nothing computes with them. Pages that do not exist in the new
+        arrangement must be free.
         """
         hosted_pages = helped if isinstance(helped, HostedPages) else None
         num_pages = len(layers[0]) + (0 if hosted_pages is None else len(hosted_pages))
@@ -312,7 +311,7 @@ class DeviceKVCache:
         self._free_hosted = [page for page in self._free_hosted if page < first]
 
     def keep_freed(self) -> None:
-        """Do not allocate pages again that are freed from now on, until `rearrange`.
+        """Keep pages that are freed from now on closed until `rearrange`.
 
         A lost helper may still write to them.
         """
@@ -327,11 +326,9 @@ class DeviceKVCache:
         self._free_hosted = [page for page in free if page >= self._end_of_own]
 
     def lend(self, num_pages: int) -> list[int]:
-        """Take pages whose memory is returned to the operating system until they are freed.
+        """Take free pages, and return their memory to the operating system until `end_loan`.
 
-        Raises OutOfPages.
-
-        The pages are adjacent where possible. Only on a CPU.
+        The pages are adjacent where possible. Only on a CPU. Raises OutOfPages.
         """
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free), self.num_pages)
@@ -380,8 +377,8 @@ class DeviceKVCache:
     ) -> int:
         """Return how many of a sequence's pages shall be at a helper.
 
-        The result is the ordered share, and 0 for a short sequence. If the sequence would have little room
-        here to grow, the result is all pages that can be at the helper.
+        The result is the configured share (`HostedPages.share`) of the pages, and 0 for a short sequence. If
+        the sequence would have little room here to grow, the result is all pages that can be at the helper.
 
         Args:
             num_pages: The number of the sequence's pages.
@@ -409,7 +406,7 @@ class DeviceKVCache:
 
 
 class _Half(NamedTuple):
-    """Pages of one layer at one side: a mask of a list of pages, and the pages' numbers at that side."""
+    """The pages of a list that are at one side: their mask in the list, and their numbers at that side."""
 
     places: torch.Tensor
     of_layer: PagesOfLayer

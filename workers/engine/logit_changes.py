@@ -1,8 +1,8 @@
 """Changes of logits that requests ask for, before a token is drawn.
 
 The changes are penalties for tokens that have occurred (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's
-two), biases, and forbidden tokens: those that must not come now, and those that a grammar does not allow. The
-order is vLLM's: forbidden tokens, biases, penalties.
+two), biases, and forbidden tokens: those that must not come next, and those that a grammar does not allow.
+The order is vLLM's: forbidden tokens, biases, penalties.
 
 Owns: these changes, for the rows that want some. Does not know: the draw, requests.
 """
@@ -27,8 +27,7 @@ class OutputGrammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """The changes of logits for one request, prepared once. `bad_words` are non-empty sequences of token
-    ids."""
+    """The changes of logits for one request, prepared once."""
 
     repetition_penalty: float
     """The penalty of tokens that occur in prompt or output: it divides their positive logits, and multiplies
@@ -44,14 +43,16 @@ class LogitRules:
     biases: np.ndarray
     """The biases of `bias_tokens`, float32."""
     bad_words: Sequence[Sequence[int]]
-    """Token sequences that the output must not contain."""
+    """Non-empty token sequences that the output must not contain."""
     min_tokens: int
     """The output length in tokens before which none of `stop_tokens` is drawn."""
     stop_tokens: np.ndarray
     """The tokens that end the output, int64."""
     grammar: OutputGrammar | None = None
-    """The grammar of the output; None without one. `forbidden` must leave at least one of its allowed
-    tokens."""
+    """The grammar of the output; None if there is none.
+
+    At least one of the tokens that it allows must not be among those of `forbidden`.
+    """
 
     @property
     def penalizes(self) -> bool:
@@ -78,7 +79,7 @@ class LogitChanges:
         self._rules[row], self._outputs[row] = rules, list(output)
 
     def extend(self, row: int, token: int) -> None:
-        """Append a token to a row's output."""
+        """Append a token to a row's output. A row without rules is ignored."""
         if row in self._outputs:
             self._outputs[row].append(token)
 
@@ -118,7 +119,7 @@ class LogitChanges:
             return
         device = logits.device
         counts = torch.zeros(len(rules), logits.shape[1], device=device)
-        # By places among these rows, not among all.
+        # Rows are counted among the penalized rows here, not among all rows.
         outputs = _places({row: self._outputs[of] for row, of in enumerate(rules)}, device)
         counts.index_put_(outputs, torch.ones((), device=device), accumulate=True)
         in_output = counts > 0

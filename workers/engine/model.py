@@ -49,7 +49,7 @@ class Layers(Protocol):
 
 
 class PassAtHelper(NamedTuple):
-    """A pass that was sent to a helper, which computes some of its layers."""
+    """A pass that was sent to a helper, which computes the layers `hosted`. The pass has a `number` there."""
 
     hosted: HostedLayers
     number: int
@@ -187,8 +187,10 @@ class DecoderModel:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of memory that the weights of a layer take. To be used only where a helper can have layers
-        (`why_not_helped`)."""
+        """Bytes of memory that the weights of a layer take.
+
+        To be used only where a helper can have layers (`why_not_helped`).
+        """
         return self._cpu_layers.layer_bytes
 
     @property
@@ -197,8 +199,10 @@ class DecoderModel:
         return len(self.freed_layers) * self.layer_bytes if self.freed_layers else 0
 
     def free_layers(self, layers: range) -> None:
-        """Return the memory of these layers' weights to the system. No layer among them is computed until
-        `load_freed_layers`."""
+        """Return the memory of these layers' weights to the system.
+
+        None of these layers may be computed until `load_freed_layers`.
+        """
         assert not self.freed_layers
         self._cpu_layers.free_layers(layers)
         self.freed_layers = layers
@@ -236,7 +240,7 @@ class DecoderModel:
         self._computed = computed if self.shard is None else ShardedLayers(computed, self.spec, self.shard)
 
     def _graphs_over(self, kv: DeviceKVCache) -> "DecodeGraphs | None":
-        """Return the graphs over the pages of `kv`; None where nothing is captured."""
+        """Return the decode graphs over the pages of `kv`; None unless the GPU's kernels compute."""
         if self._triton is not None and (self._graphs is None or self._graphs.kv is not kv):
             self._graphs = cuda.decode_graphs(self._triton, kv)
         return self._graphs
@@ -244,7 +248,8 @@ class DecoderModel:
     def graph_sizes(self, max_batch: int) -> list[int]:
         """Return the batch sizes of the graphs that batches of up to `max_batch` need, ascending.
 
-        If no graphs are used, the result is a single size."""
+        Without graphs it is `[1]`.
+        """
         return [1] if self._triton is None else cuda.graph_sizes(max_batch)
 
     @property

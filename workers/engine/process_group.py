@@ -37,9 +37,9 @@ def join_group(
     `TCPStore`, which listens on every interface. What is exchanged goes over the network `interface`
     (`lo` on one host), neither encrypted nor authenticated.
 
-    Raises RankLost if not all ranks have come after `timeout_s`. Later each call waits as long for the other
-    ranks, so `timeout_s` must cover how far apart ranks can be; a process that has died is noticed at once.
-    On CUDA calls are only queued; there NCCL's watchdog ends this process after that time.
+    Raises RankLost if not all ranks have come after `timeout_s`. Later each collective call waits as long for
+    the other ranks, so no rank may lag behind by more; a process that has died is noticed at once. On CUDA
+    calls are only queued; there NCCL's watchdog ends this process after `timeout_s`.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     is_cuda = device.type == "cuda"

@@ -21,8 +21,7 @@ these tokens."""
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that draws the token at `position`. `seed` and `position` are any
-    integers."""
+    """Return the random number in [0, 1) that draws the token at `position`; any integers are allowed."""
     digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
     return (int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
 
@@ -31,9 +30,9 @@ class DrawLimits(NamedTuple):
     """The sampling limits of S rows: float64 arrays `[S]` on the CPU.
 
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
-    the largest (arXiv 2407.01082). `top_k` 0 keeps all. `top_p` in (0, 1] keeps the smallest set of most
-    likely tokens whose mass reaches it, among the tokens that min-p and top-k keep. Equal logits rank by
-    token id. `uniforms` are in [0, 1).
+    the largest (arXiv 2407.01082). `top_k` 0 keeps all. `top_p` in (0, 1] keeps the fewest most likely tokens
+    that have at least this share of the probability that min-p and top-k keep. Equal logits rank by token id.
+    `uniforms` are the random numbers of the draws, in [0, 1).
     """
 
     temperature: np.ndarray
@@ -91,19 +90,19 @@ def _draw(logits: torch.Tensor, limits: DrawLimits) -> torch.Tensor:
     cumulative = weights.cumsum_(-1)
     mass = cumulative[:, -1:].contiguous()
     token = torch.searchsorted(cumulative, uniforms * mass, right=True)
-    # A product that is rounded up to the whole mass draws the last token that has some.
+    # If the product is rounded up to the whole mass, the last token that has mass is drawn.
     token = torch.minimum(token, torch.searchsorted(cumulative, mass))[:, 0]
-    # A row whose mass is NaN draws some token: an id that is none would end the whole batch.
+    # A row whose mass is NaN draws some token: an id outside the vocabulary would fail the whole batch.
     return token.clamp_(max=logits.shape[-1] - 1)
 
 
 def _draw_filtered(logits: torch.Tensor, limits: DrawLimits, num_ranked: int | None = None) -> torch.Tensor:
-    """Draw from each row's cumulative distribution, in float64, over the tokens that the filters keep, in
-    descending probability: int64 `[S]`.
+    """Draw a token of each row from the tokens that the filters keep: int64 `[S]`.
 
-    Only the `num_ranked` (default: _NUM_LIKELY) most likely tokens are ranked, as sorting a vocabulary takes
-    longer than a step of decoding on a GPU. All other tokens share the rank behind them. Rows for
-    which this does not suffice are drawn among all tokens.
+    The draw is from the cumulative distribution in float64, in descending probability. Only the `num_ranked`
+    (default: _NUM_LIKELY) most likely tokens are ranked, as sorting a vocabulary takes longer than a decode
+    step on a GPU. All other tokens share the rank behind them. If a filter cuts among these other tokens, all
+    tokens of the row are ranked.
     """
     vocab_size = logits.shape[-1]
     num_ranked = min(num_ranked or _NUM_LIKELY, vocab_size)
@@ -111,7 +110,7 @@ def _draw_filtered(logits: torch.Tensor, limits: DrawLimits, num_ranked: int | N
     values, tokens = _rank(logits, num_ranked)
     weights = values.double().sub_(values[:, :1]).div_(temperature).exp_()
     cumulative = weights.cumsum(-1)
-    # Whether top-k keeps ranked tokens only: then no mass of the others matters.
+    # Whether only ranked tokens are kept: then the mass of the others does not matter.
     is_complete = num_ranked == vocab_size or bool(((limits.top_k > 0) & (limits.top_k <= num_ranked)).all())
     if not is_complete:
         everything = logits.double().sub_(values[:, :1]).div_(temperature).exp_().sum(-1, keepdim=True)

@@ -14,7 +14,7 @@ import torch
 
 from workers.engine.spec import ModelSpec, UnsupportedModel
 
-# The MLP is cut at multiples of this, which the CPU's kernels ask for and GPUs like.
+# The MLP is cut at multiples of this number: the CPU's kernels need that, and GPUs are faster with it.
 _MLP_MULTIPLE = 16
 
 

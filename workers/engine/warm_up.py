@@ -28,16 +28,18 @@ def warm_up(
     Later no request waits for the compilation of kernels, the capture of a graph, or the memory of a first
     large pass.
 
-    A whole model captures its graphs, a stage computes its layers. Blocks for seconds, and calls
-    `on_progress(done, total)`. The pages are freed again. Raises torch.OutOfMemoryError.
+    A whole model captures its graphs, a stage computes its layers. Blocks for seconds. Before each pass,
+    `on_progress` gets the numbers of computed passes and of all passes. The pages are freed again. Raises
+    torch.OutOfMemoryError.
     """
     is_whole = model.is_first_stage and model.is_last_stage
     num_tokens = min(chunk_len, kv.num_free_pages * kv.page_size, model.spec.max_position)
     pages = kv.allocate(-(-num_tokens // kv.page_size))
     lens = [num_tokens, *(short for short in _SHORT_LENS if short < num_tokens)]
     batches = [[Chunk([0] * length, 0, pages)] for length in lens]
-    # The largest first: graphs share the memory of their results. All write the same token to one page.
-    # Two at least: one pass may end several prompts, and the head's kernel of one row is for one only.
+    # The largest batch goes first, because graphs share the memory of their results. All batches write the
+    # same token to one page. Batches of one and of two rows are always computed, because one pass may end
+    # several prompts, and the head has another kernel for several rows than for one.
     sizes = model.graph_sizes(max(2, max_batch)) if is_whole else [1, 2]
     batches += [[Chunk([0], 0, pages[:1])] * size for size in reversed(sizes)]
     for done, chunks in enumerate(batches):

@@ -39,7 +39,7 @@ _DUMMY_STD = 0.02
 
 
 def _opt_name(name: str) -> str:
-    """Return the name in OPT's checkpoints of the tensor that is `name` in Llama's checkpoints."""
+    """Return OPT's name of a tensor whose name in Llama's checkpoints is `name`."""
     match = _NAME.fullmatch(name)
     if match is None:  # the head
         return name
@@ -91,10 +91,10 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The destination of a checkpoint's tensor of this `shape`: its `part` of dimension `dim` is copied to
-    `target`.
+    """The place for one tensor of a checkpoint, which has this `shape`.
 
-    If `target` is None, the tensor belongs to another rank, and only its shape is checked.
+    The tensor's slice `part` along dimension `dim` is copied to `target`. If `target` is None, the tensor
+    belongs to another rank, and only its shape is checked.
     """
 
     shape: tuple[int, ...]
@@ -170,7 +170,7 @@ class Weights:
             raise WeightsError(
                 f"{len(missing)} of {len(self._slots)} tensors are missing, among them: {shapes}"
             )
-        self._slots.clear()  # the next taker of a layer is its only owner
+        self._slots.clear()  # so that no reference keeps the memory of a layer that is taken out later
 
     def dummy_tensors(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield small random values for each tensor of a checkpoint, float32 on the weights' device.
@@ -193,7 +193,7 @@ class Weights:
         self.load(self.dummy_tensors(seed))
 
     def _check_foreign(self, name: str) -> None:
-        """Check that some stage loads the tensor of this name. Raises WeightsError."""
+        """Check that a tensor that is not loaded here belongs to the model. Raises WeightsError."""
         layer = _LAYER_NAME.match(name)
         is_elsewhere = (
             layer is not None and int(layer[1]) < self.spec.num_layers and int(layer[1]) not in self.layers
@@ -205,8 +205,7 @@ class Weights:
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
 
     def _unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield stacked tensors as views of their parts, under the parts' names, and other tensors
-        unchanged."""
+        """Yield the parts of stacked tensors as views, with the parts' names, and other tensors unchanged."""
         for saved_name, tensor in tensors:
             # Older OPT checkpoints are of the model without its head.
             name = f"model.{saved_name}" if saved_name.startswith("decoder.") else saved_name
@@ -221,7 +220,7 @@ class Weights:
             yield from zip(names, torch.split(tensor, num_rows), strict=True)
 
     def _named(self, name: str) -> str:
-        """Return the name in the model's checkpoints of the tensor that is `name` in Llama's checkpoints."""
+        """Return this model's name of a tensor whose name in Llama's checkpoints is `name`."""
         return _opt_name(name) if self.spec.is_opt else name
 
     def _vocab_rows(self, name: str) -> torch.Tensor:
@@ -237,8 +236,7 @@ class Weights:
         return self._norm(f"{name}.weight", size), bias
 
     def _stacked(self, names: list[str], cuts: list[_Cut], *row_shape: int) -> torch.Tensor:
-        """Return a new tensor whose consecutive rows are to be filled from several tensors, each cut to the
-        rank's part."""
+        """Return a new tensor that `load` fills with the rank's parts of several tensors, stacked by rows."""
         num_rows = [len(cut.part) for cut in cuts]
         tensor = torch.empty((sum(num_rows), *row_shape), dtype=self.dtype, device=self.device)
         for name, cut, target in zip(names, cuts, torch.split(tensor, num_rows), strict=True):

@@ -17,7 +17,7 @@ from workers.engine.sampling import DrawLimits, logprobs, sample, uniform
 class Drawn(NamedTuple):
     """The result of a pass: one token for each row.
 
-    `logprobs` are those of the rows that want them, by the row's index.
+    `logprobs` has an entry for each row whose request wants logprobs, by the row's index.
     """
 
     tokens: list[int]
@@ -32,7 +32,10 @@ class FirstToken(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The input of one draw: the `position` of the token to draw, and the request's `output` so far."""
+    """The input of one draw: the `position` of the token to draw, and the request's `output` so far.
+
+    `rules` are the request's changes of logits; None if there are none.
+    """
 
     sampling: SamplingParams
     position: int
@@ -41,7 +44,7 @@ class Row(NamedTuple):
 
 
 def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRules | None:
-    """Return the changes of logits that a request asks for; None without any.
+    """Return the changes of logits that a request asks for; None if it asks for none.
 
     `grammar` is the state of the request's grammar.
     """
@@ -101,14 +104,14 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """Append a token to a row's output. It was still being drawn when the row was made."""
+        """Append a token to the output of a row that was made before the token was drawn."""
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
         """Draw one token for each row, and wait for the device.
 
         `logits` are float32 `[N, vocab_size]`, with a row for each chunk of the pass, or only for each chunk
-        that is drawn for. In the second case `logits` are changed in place.
+        whose next token is drawn. If no row is unused, `logits` are changed in place.
         """
         if self._chunks is not None and len(self._chunks) < len(logits):
             logits = logits[torch.tensor(self._chunks, dtype=torch.int64, device=logits.device)]

@@ -87,8 +87,8 @@ class Executor:
     async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
         """Make `call` on the device thread, and return its result.
 
-        A cancelled caller calls `on_cancel`, which may shorten the call, and waits until the call has ended:
-        only then may the pages that the call uses be freed.
+        If the caller is cancelled, `on_cancel` is called, which may shorten `call`. CancelledError is raised
+        once `call` has ended: only then may the pages that `call` uses be freed.
         """
         ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
         return await wait_to_end(ended, on_cancel)
@@ -194,6 +194,6 @@ class Executor:
 
 
 def _use(device: torch.device) -> None:
-    """Make a GPU the calling thread's current one, on which tensors without a device number are allocated."""
+    """Make a GPU the one on which the calling thread allocates tensors without a device number."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)

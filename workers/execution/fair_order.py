@@ -9,11 +9,10 @@ arriving when the first prompt's tokens have been computed (start-time fair queu
 1996).
 
 A new tenant begins with the service of the least served waiting tenant, so idle time earns no credit, and no
-tenant starves. A tenant with little to compute is given a lead of about a pass. Turns are given by the pass:
-with a smaller lead, two of the tenant's prompts that arrive soon after one another would not both be served
-at once.
+tenant starves. A tenant with little to compute is placed ahead by about the tokens of one pass. Otherwise,
+of two short prompts that arrive soon after one another, the second would wait for another tenant's pass.
 
-Owns: each tenant's service, virtual time among its answers. Does not know: priorities, deadlines, passes.
+Owns: each tenant's service and virtual time. Does not know: priorities, deadlines, passes.
 """
 
 from collections import Counter
@@ -49,7 +48,7 @@ class _Tenant:
     A tenant that was idle begins with at least as many as the least served waiting tenant.
     """
     now: float = 0.0
-    """The virtual time among the tenant's answers, in tokens."""
+    """The tenant's virtual time: the tokens that each waiting answer would have got with equal shares."""
     num_waiting: dict[str, int] = field(default_factory=dict)
     """The number of waiting prompts by answer."""
     next_starts: dict[str, float] = field(default_factory=dict)
@@ -114,5 +113,5 @@ class FairOrder:
         for prompt in in_turn:
             ends[prompt.flow.tenant] += prompt.num_expected
             keyed.append((ends[prompt.flow.tenant], prompt))
-        # On a tie: the tenant with the least work left after it.
+        # On a tie, the prompt whose tenant has the least work after it goes first.
         return [prompt for _, prompt in sorted(keyed, key=lambda pair: (pair[0], ends[pair[1].flow.tenant]))]

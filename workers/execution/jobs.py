@@ -56,7 +56,10 @@ class Jobs:
             raise
 
     def cancel(self, ref: Ref) -> None:
-        """Cancel the work of `ref`, once. Unknown work is ignored, because it has just ended."""
+        """Cancel the work of the attempt `ref`; a second call has no effect.
+
+        An unknown `ref` is ignored, because its work has just ended.
+        """
         task = self._tasks.get(ref)
         if task is not None and not task.cancelling():
             task.cancel()
@@ -108,7 +111,7 @@ async def results_of(futures: Sequence[asyncio.Future[T]], stop: Callable[[], ob
 
 
 async def wait_to_end(ended: "asyncio.Future[T]", on_cancel: Callable[[], object] | None = None) -> T:
-    """Wait for `ended` to its end, also when the caller is cancelled, and return its result.
+    """Wait until the work behind the future `ended` has ended, and return its result.
 
     When the caller is cancelled, `on_cancel` is called, and CancelledError is raised once the work has ended:
     only then may the memory that the work uses be freed.
@@ -122,5 +125,5 @@ async def wait_to_end(ended: "asyncio.Future[T]", on_cancel: Callable[[], object
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([ended])
         if not ended.cancelled():
-            ended.exception()  # retrieved: nobody else will
+            ended.exception()  # retrieved here, else asyncio would log it
         raise

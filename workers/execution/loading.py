@@ -124,7 +124,7 @@ def _on_device(
     )
     if device.type == "cuda" and shard is None:  # a rank computes nothing without the others
         chunk_len = pick_prefill_chunk(config.worker.prefill_chunk, device)
-        # Whatever its role: that may change.
+        # An instance of either role is warmed up, because its role may change.
         warm_up(
             model, kv, chunk_len=chunk_len, max_batch=config.worker.max_batch, on_progress=_report_warm_up
         )
@@ -146,7 +146,10 @@ def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: 
 
 
 def layer_window(process: WorkerProcess, layers: range, device: torch.device) -> int | None:
-    """Return the number of layers for which the device has memory at a time; None for all."""
+    """Return the number of layers for which the device has memory at a time; None for all layers.
+
+    Only prefill instances can have a window. Raises ConfigError if their passes are shorter than a block.
+    """
     config = process.config
     window = config.worker.prefill_layer_window
     if process.role is not Role.PREFILL or window == "all":
@@ -208,8 +211,8 @@ def pick_saturating_tokens(device: torch.device) -> int | None:
 def _set_num_threads(model: DecoderModel, configured: int | str, num_local_workers: int) -> None:
     """Set the number of threads that compute.
 
-    The CPU's kernels leave busy cores alone, so each worker may use all cores. Torch's threads would stall
-    one another if they outnumbered the cores, so with torch the workers share the cores evenly.
+    The kernels of `kernels.cpu` use only idle cores, so each worker may use all cores. Torch's threads would
+    stall one another if they outnumbered the cores, so with torch the workers share the cores evenly.
     """
     num_cores = len(os.sched_getaffinity(0))
     num_threads = configured if isinstance(configured, int) else num_cores

@@ -38,13 +38,17 @@ class PassRecord:
         self._running: list[Ref] | None = []
         self._written: list[Ref] | None = []
         self._length = _NOBODY
-        """The length of the latest entry for the running pass, in bytes, or one of the constants for no
-        entry."""
+        """The length field of the latest entry for the running pass.
+
+        It is the entry's bytes, `_UNKNOWN` if the requests are unknown or do not fit into the area, or
+        `_NOBODY` before the first entry.
+        """
 
     def take(self) -> list[Ref] | None:
-        """Return the requests in whose pass the previous process ended; None if they are unknown.
+        """Return the requests that the previous process was computing when it ended; None if unknown.
 
-        The record is cleared. To be called before the first pass.
+        If a pass or a request had failed, only its requests are returned. The record is cleared. To be called
+        before the first pass.
         """
         left = self._read(_FAILED)
         if left == []:

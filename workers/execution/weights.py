@@ -30,8 +30,8 @@ def iter_weights(
     With `has_ends`, the weights outside any layer are yielded too (embeddings, final norm, head).
 
     Tensors of safetensors keep their dtype and alias the mapped file, so no bytes are read before they are
-    used. GGUF tensors are float32. `on_progress(done, total)` is called after each tensor with bytes on disk.
-    Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
+    used. GGUF tensors are float32. `on_progress(done, total)` is called after each tensor; both arguments are
+    bytes on disk. Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
     """
 
     def is_wanted(name: str) -> bool:

@@ -187,9 +187,9 @@ class Followers:
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Pass a report on when all followers have sent it, but `Unusable` and `StageFailed` at once.
+        """Pass a report on to `hear` when all followers have sent it; `Unusable` and `StageFailed` at once.
 
-        Of several `Usable` reports, the one with the fewest blocks is passed on.
+        Of the followers' `Usable` reports, the one with the fewest blocks is passed on.
         """
         if isinstance(message, Unusable | StageFailed):
             await hear(message)

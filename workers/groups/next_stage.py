@@ -148,7 +148,7 @@ class NextStage:
             self._pulse.heard()
             match message:
                 case StageHello():
-                    await self.send(StageWelcome())  # it had not heard it yet
+                    await self.send(StageWelcome())  # the hello was sent before the first answer arrived
                 case StageBeat(pools=pools):
                     self.pools = pools
                 case PassTaken():
@@ -234,7 +234,8 @@ class Behind(Protocol):
 def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
     """Return the least capacity of a stage and all later stages, or of all ranks, for each field separately.
 
-    A prompt needs as many pages in each of them, so the least capacity is its limit.
+    A prompt needs as many pages in each stage or rank, so the least capacity is its limit. `behind` is None
+    in the last stage, and without a group.
     """
     if behind is None:
         return capacity

@@ -106,13 +106,13 @@ class PreviousStage:
         if self._has_joined:
             await self.send(StageBeat(await self._pools()))
         else:
-            self._pulse.heard()  # it may not have begun yet
+            self._pulse.heard()  # the other end may not have begun yet
             await self.send(self._hello)
 
     async def join(self) -> None:
         """Wait until the previous stage has accepted this stage.
 
-        Raises `ConfigError` if it refuses this stage.
+        Raises `ConfigError` if the previous stage refuses this stage.
         """
         while not self._has_joined:
             message = await self._dealer.recv()

@@ -84,7 +84,7 @@ class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
     """The order to store device pages in the pool.
 
     The first blocks have `keys`; `num_private` blocks without a key follow. If `is_parked`, the blocks stay
-    reserved for the sequence. `tokens` are the tokens of the keyed blocks, if followers of KV events may know
+    reserved for the sequence. `tokens` are the tokens of the keyed blocks; None if KV events must not tell
     them.
     """
 

@@ -66,7 +66,7 @@ class Usable(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unusable(msgspec.Struct, tag=True, frozen=True):
-    """The report that blocks have not arrived that were to be reused in this round."""
+    """The report that some blocks that were to be reused in this round have not arrived."""
 
     job_id: int
     round: int

@@ -24,8 +24,8 @@ def beat_interval_s(timeout_s: float) -> float:
 class LinkPulse:
     """A check that the peer of one link is alive. `beat` runs beside the receiving loop, which calls `heard`.
 
-    Silence is counted in beats, not in seconds. While this process is held up it counts no beats, and before
-    it counts the next beat it reads the waiting messages.
+    Silence is counted in beats, not in seconds. While this process is held up, no beats are counted, and
+    waiting messages are read before the next beat is counted.
     """
 
     def __init__(self, who: str, timeout_s: float) -> None:

@@ -132,9 +132,9 @@ class _PoolPages:
 class HostCopies:
     """Copies between a device that is the CPU and the pool's segment.
 
-    While a helper has some of the heads, each layer of a block is put together from two memories. If the
-    helper is on another host, its layers are copied over its connection, and a copy raises TransferError when
-    the helper is lost.
+    While a helper has some of the heads, each layer of a block is put together from two memories. The pages
+    of a helper on another host are copied over a connection; then a copy raises TransferError if the helper
+    is lost.
     """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
@@ -251,7 +251,7 @@ class CudaCopies:
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
         assert staged is not None
-        staged.copied.synchronize()  # this thread only
+        staged.copied.synchronize()  # blocks this thread only
         targets = self._pool.addresses(layer, blocks)
         checksums: list[int] = self._copiers.copy(staged.places, targets, self._pool.layer_bytes).tolist()
         return checksums

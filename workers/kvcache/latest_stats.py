@@ -11,10 +11,7 @@ from mooncake.messages.pools import PoolStats
 
 
 class LatestStats:
-    """Pool counters that may be a little old.
-
-    So a slow messenger does not delay its worker's heartbeats.
-    """
+    """Pool counters that may be a little old, so that a slow messenger does not delay heartbeats."""
 
     def __init__(self, pool: WorkerClient, stats: PoolStats) -> None:
         self._pool, self._stats = pool, stats

@@ -161,7 +161,7 @@ class LayerTransfers:
         self, layer: int, parts: Sequence[PassPart], free: Mark, last_store: Future[None] | None
     ) -> list[Mark]:
         if last_store is not None:
-            wait([last_store])  # whether it has failed is for its own prompt to say
+            wait([last_store])  # the prompt of the store reports a failure
         marks = []
         for part in parts:
             if not part.await_pool(layer):

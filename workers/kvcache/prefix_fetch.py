@@ -82,8 +82,8 @@ class PrefixFetch:
     async def begun(self) -> None:
         """Wait until the last layers are about to arrive, or nothing more will arrive.
 
-        The last layers are about to arrive if, at the pace so far, they arrive within `SILENCE_S`. A prompt
-        that waits here delays no pass.
+        The last layers are about to arrive if, at the pace so far, they arrive within `SILENCE_S`. A fetch
+        that is silent or too slow is stopped. A prompt that waits here delays no pass.
         """
         while not (self.has_ended or self._is_near):
             left_s = self._left_s(SILENCE_S)

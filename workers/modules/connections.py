@@ -134,7 +134,7 @@ class Owners:
                 return
             finally:
                 self._unauthenticated.leave(sock)
-            with contextlib.suppress(OSError):  # the peer has gone, as nobody else must
+            with contextlib.suppress(OSError):  # the peer has gone; other connections stay
                 await serve(sock, first)
 
     async def _authenticate(self, sock: socket.socket) -> None:

@@ -52,8 +52,10 @@ class HelperAccess:
 
 
 class HelperLink:
-    """A helper that hosts modules, until `close` or the helper's own end. `on_lost` is called once when the
-    helper ends first."""
+    """A helper that hosts modules, until `close` or the helper's own end.
+
+    `on_lost` is called if the helper ends first. The modules are in `num_pages` pages.
+    """
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class HelperLink:
         return self.helped.remote is not None
 
     async def end(self) -> None:
-        """End the hosting, and wait until the helper has its pages back."""
+        """End the hosting, and wait until the helper has its pages back, at most `_END_TIMEOUT_S`."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self._end_exchange()
@@ -124,7 +126,7 @@ class HelperLink:
             self.helped.remote.close()
 
     def _on_readable(self) -> None:
-        """Handle the end of the connection, on which a helper sends nothing after its answer."""
+        """Handle the end of the connection: a helper sends nothing after its answer."""
         self.is_lost = True
         self.close()
         self._on_lost()
@@ -133,8 +135,7 @@ class HelperLink:
 async def _connect_local(
     path: str, request: HostModules, model: DecoderModel, kv: DeviceKVCache, access: HelperAccess
 ) -> _Connected:
-    """Connect to a helper of this host, whose memory is mapped here. Raises as `HelperLink.connect`, and
-    OSError."""
+    """Connect to a helper of this host, and map its memory. Raises as `HelperLink.connect`, and OSError."""
     with contextlib.ExitStack() as opened:
         sock = opened.enter_context(
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -174,8 +175,10 @@ async def _connect_remote(
 
 
 def _hosting(payload: bytes, request: HostModules) -> Hosting:
-    """Return the helper's answer. Raises ModulesStayError for a refusal, and for an answer that does not fit
-    the request."""
+    """Return the helper's answer.
+
+    Raises ModulesStayError for a refusal, and for an answer that does not fit the request.
+    """
     if not payload:
         raise ModulesStayError("the helper has ended")
     try:

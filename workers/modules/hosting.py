@@ -1,4 +1,4 @@
-"""The helper's side: pages of modules for owners on this and other hosts, and the computation with them.
+"""The helper's side of modules: it hosts them for owners on this and other hosts, and computes with them.
 
 Hosted pages take the memory of pages of this instance's own KVCache, which are lent for that time. Each
 hosting has a thread beside the device thread, so that neither waits for the other.
@@ -85,7 +85,7 @@ class ModulesHost:
 
     @property
     def num_hosted(self) -> dict[str, Count]:
-        """The number of hosted heads of each owner, by name; 0 for an owner of which no heads are."""
+        """The number of hosted heads by the owner's name; 0 for an owner that has other modules here."""
         return {owner: request.part.num_heads for owner, request in self._requests.items()}
 
     async def run(self) -> None:
@@ -123,8 +123,7 @@ class ModulesHost:
                 sock.send(msgspec.msgpack.encode(HostingRefused(str(error))))
 
     async def _serve_remote(self, sock: socket.socket, first: bytes) -> None:
-        """Host what one owner on another host asks for, or pass the connection to the hosting that it
-        joins."""
+        """Host what one owner on another host asks for, or pass a `Join` connection to its hosting."""
         with contextlib.suppress(OSError):
             match _request(first):
                 case HostModules() as request:
@@ -207,8 +206,10 @@ class ModulesHost:
         return min(num_pages, request.wanted_pages)
 
     def _check_memory(self, num_bytes: int) -> None:
-        """Raise ModulesStayError unless `num_bytes` of memory are available, the freed memory of lent pages
-        included."""
+        """Raise ModulesStayError unless `num_bytes` of memory are available.
+
+        The memory of lent pages has been freed before, and counts as available.
+        """
         free_bytes = available_bytes()
         if free_bytes is not None and num_bytes > free_bytes:
             raise ModulesStayError(
@@ -218,7 +219,10 @@ class ModulesHost:
 
 
 class _Lent(NamedTuple):
-    """The memory of one hosting, in `num_pages` pages, at the descriptor `fd`."""
+    """The memory of one hosting, in `num_pages` pages, at the descriptor `fd`.
+
+    `be_guest` is called once on each thread that computes for the owner.
+    """
 
     request: HostModules
     part: SharedPart

@@ -26,7 +26,7 @@ LONGEST_MESSAGE_BYTES = 1 << 16
 
 
 class HostModules(msgspec.Struct, tag="HostHeads", frozen=True):
-    """Host a part of the model. Answered by `Hosting` or `HostingRefused`.
+    """The request to host a part of the model. The answer is `Hosting` or `HostingRefused`.
 
     The helper must have memory for at least `least_pages` pages of these modules, and should have it for
     `wanted_pages`. A pass has at most `most_tokens` new tokens and `most_sequences` sequences.
@@ -90,8 +90,10 @@ class MemoryLayout:
     def __init__(
         self, mailbox_bytes: int, layer_shape: tuple[int, ...], num_layers: int, dtype: torch.dtype
     ) -> None:
-        """Describe the memory of `num_layers` layers. `layer_shape` is `[num_pages, num_heads, 2, page_size,
-        head_dim]`."""
+        """Describe the memory of `num_layers` layers.
+
+        `layer_shape` is `[num_pages, num_heads, 2, page_size, head_dim]`.
+        """
         self.pages = PagesShape(num_layers, layer_shape, dtype)
         self._mailbox_bytes, self._layer_shape = mailbox_bytes, layer_shape
         self._layer_bytes = _aligned(torch.Size(layer_shape).numel() * dtype.itemsize, mmap.PAGESIZE)
@@ -114,8 +116,10 @@ class MemoryLayout:
         return Memory(memory[: self._mailbox_bytes], layers)
 
     def mailbox_alone(self) -> Memory:
-        """Return a new mailbox of this process, all zeros, and layers without memory (meta tensors), which
-        another host has."""
+        """Return a new mailbox of this process, all zeros, and layers that another host has.
+
+        These layers are meta tensors, without memory here.
+        """
         absent = torch.empty(self._layer_shape, dtype=self._dtype, device="meta")
         return Memory(torch.zeros(self._mailbox_bytes, dtype=torch.uint8), [absent] * self._num_layers)
 

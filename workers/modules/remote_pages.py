@@ -62,11 +62,10 @@ class PagesShape:
 
 
 class PagesClient:
-    """The owner's end (`workers.engine.helped_parts.RemotePages`).
+    """The owner's end of the stream (`workers.engine.helped_parts.RemotePages`).
 
-    Any thread may call its methods; calls wait for each other.
-
-    All calls raise TransferError once the helper cannot be reached, or takes nothing for `timeout_s`.
+    Any thread may call its methods; calls wait for each other. All calls raise TransferError once the helper
+    cannot be reached, or nothing moves on the stream for `timeout_s` seconds.
     """
 
     def __init__(self, sock: socket.socket, shape: PagesShape, timeout_s: float) -> None:
@@ -86,14 +85,19 @@ class PagesClient:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def read_layer(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Return copies of `pages` (int64 `[n]`) of a hosted layer, counted from the first hosted one:
-        `[n, num_heads, 2, page_size, head_dim]`."""
+        """Return copies of `pages` (int64 `[n]`) of a hosted layer: `[n, num_heads, 2, page_size, head_dim]`.
+
+        `layer` counts from the first hosted layer.
+        """
         into = self.new_blocks(1, len(pages))
         self._read(range(layer, layer + 1), pages.tolist(), into)
         return into[0]
 
     def write_layer(self, layer: int, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy blocks `[n, num_heads, 2, page_size, head_dim]` into pages of a hosted layer."""
+        """Copy blocks `[n, num_heads, 2, page_size, head_dim]` into pages of a hosted layer.
+
+        `layer` counts from the first hosted layer.
+        """
         self._write(range(layer, layer + 1), pages.tolist(), blocks[None].contiguous())
 
     def read(self, pages: Sequence[int], into: torch.Tensor) -> None:
@@ -134,7 +138,7 @@ class PagesClient:
 
 
 class PagesServer:
-    """The helper's end. `layers` are the pages of each hosted layer, of the shape's `layer_shape`."""
+    """The helper's end of the stream. `layers` has a tensor of shape `layer_shape` for each hosted layer."""
 
     def __init__(
         self, library: Library, sock: socket.socket, shape: PagesShape, layers: Sequence[torch.Tensor]

@@ -1,5 +1,4 @@
-"""The parts of a model that can be at a helper: some KV heads of all layers, some layers, or pages of
-sequences.
+"""The parts of a model that can be at a helper: KV heads of all layers, some layers, or pages of sequences.
 
 Owns: the memory of a part, what each side computes with it. Does not know: how the sides are connected, which
 pages are lent.
@@ -20,22 +19,24 @@ from workers.errors import ModulesStayError
 from workers.modules.link_messages import HostModules, Memory, MemoryLayout
 
 _PARTS = 1000
-"""The most parts of which a share of sequences is a number."""
+"""The largest denominator of the fraction to which a share of sequences is rounded."""
 
 
 class Hosted(Protocol):
     """A hosted part at its helper, or the connection to its pages."""
 
     def serve(self) -> None:
-        """Answer the owner until `close`, on a thread of its own. Raises ValueError or IndexError for a
-        pass or a message that does not fit."""
+        """Answer the owner until `close`, on a thread of its own.
+
+        Raises ValueError or IndexError for a pass or a message that does not fit.
+        """
 
     def close(self) -> None:
         """End the exchange for both sides. Idempotent."""
 
 
 class SharedPart(Protocol):
-    """The part that a `HostModules` names, in a number of pages."""
+    """The part of a model that a `HostModules` names: its memory, and what each side does with it."""
 
     @property
     def layout(self) -> MemoryLayout: ...
@@ -43,23 +44,31 @@ class SharedPart(Protocol):
     def own(
         self, memory: Memory, timeout_s: float, wire: Wire | None = None, remote: RemotePages | None = None
     ) -> Helped:
-        """Return the part at the owner's side. A helper that takes longer than `timeout_s` for a layer counts
-        as lost. `wire` and `remote` connect the owner with a helper on another host."""
+        """Return the part at the owner's side.
+
+        A helper that takes longer than `timeout_s` for a layer counts as lost. `wire` and `remote` connect
+        the owner with a helper on another host; None on the same host.
+        """
 
     def host(self, memory: Memory, wire: Wire | None = None) -> Hosted:
-        """Return the part at the helper's side. `wire` connects the helper with an owner on another host."""
+        """Return the part at the helper's side.
+
+        `wire` connects the helper with an owner on another host; None on the same host.
+        """
 
 
 def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
-    """Return the part that a request names."""
+    """Return the part that a request names, for `num_pages` pages of the owner."""
     if request.part.layers is None:
         return _Attention(request, num_pages, model, kv)
     return _Layers(request, num_pages, model, kv)
 
 
 def share_of(request: HostModules, model: DecoderModel) -> Fraction:
-    """Return the fraction of the memory of all pages that the part takes. Raises ModulesStayError for a part
-    that the model does not have."""
+    """Return the part's fraction of the memory of all pages.
+
+    Raises ModulesStayError for a part that the model does not have.
+    """
     spec, part = model.spec, request.part
     if part.share:
         return Fraction(part.share).limit_denominator(_PARTS)
@@ -73,7 +82,7 @@ def share_of(request: HostModules, model: DecoderModel) -> Fraction:
 
 
 class _Attention:
-    """KV heads of all pages, or some of the pages."""
+    """The last KV heads of all pages, or all heads of some pages."""
 
     def __init__(self, request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
         self._model, self._kv = model, kv

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from workers.engine.spec import ModelSpec
 
 _PASS_TOKENS = 32
-"""The fixed cost of a pass (reading weights, sending states), in tokens without a prefix.
+"""The fixed cost of a pass (reading weights, sending states), measured on CPUs.
 
-It was measured on CPUs.
+It is the number of tokens without a prefix that cost as much.
 """
 
 

@@ -216,12 +216,12 @@ class PrefillJob:
     def join_pass(self, num_tokens: int, page_size: int) -> PassPart:
         """Return a pass's part with the prompt's next `num_tokens` tokens.
 
-        It stores the blocks that the pool lacks.
+        The pass stores the blocks that the pool lacks.
         """
         tokens, start = self.order.request.token_ids, self.progress.num_done
         end = start + num_tokens
         end_block = len(self._blocks) if end == len(tokens) else end // page_size
-        # What is reused is not stored, though its last token may be computed again.
+        # Reused blocks are not stored, though the last token of the prompt may be computed again.
         stores = self._blocks[max(start // page_size, self._num_cached_blocks) : end_block]
         self._part = PassPart(
             chunk=Chunk(tokens[start:end], start, self.device_pages),
@@ -247,7 +247,7 @@ class PrefillJob:
         part, self._part = self._part, None
         assert part is not None
         self._pass_ended.set()
-        for futures in (self._storing, self._committing):  # of a long prompt there would be thousands
+        for futures in (self._storing, self._committing):  # a long prompt would leave thousands
             while futures and _has_succeeded(futures[0]):
                 futures.popleft()
         self.damaged_pages += part.damaged_pages
@@ -306,7 +306,7 @@ class PrefillJob:
         num_blocks = self._num_expected_blocks
         first = self._layers.start
         if self._is_windowed and layer == first:
-            wait(tuple(self._storing))  # of the passes before: what they have computed is loaded
+            wait(tuple(self._storing))  # this pass loads the blocks that earlier passes store
         return not num_blocks or self.fetch is None or self.fetch.await_layer(layer - first, num_blocks)
 
     def _stored(self, layer: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:

@@ -113,7 +113,7 @@ class PrefillRunner:
                 raise NoRoomError(reason)
             await self._prefill(order)
         except SessionLostError:
-            raise  # a stage is gone: this worker leaves, and what it had is placed again
+            raise  # a stage is gone: this worker's session ends, and its prompts are placed again
         except (MooncakeError, OutOfPages) as error:
             if self._stage.pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
@@ -163,7 +163,7 @@ class PrefillRunner:
     async def _admit(self, queued: QueuedPrompt, job: PrefillJob) -> None:
         """Wait for the prompt's turn, then for its memory."""
         self._admit_next()
-        if not job.turn.is_set():  # time enough to bring from SSD what it has
+        if not job.turn.is_set():  # meanwhile the prompt's blocks can come from SSD
             await self._stage.pool.prefetch(job.order.request.block_keys)
         await job.turn.wait()
         job.times.note_turn()
@@ -231,7 +231,7 @@ class PrefillRunner:
             if not result.is_computed:
                 prompt.state = PromptState.ADMITTED
             if job.round != round_:
-                continue  # a stage behind lacks what was to be reused
+                continue  # a later stage lacks blocks that were to be reused
             if result.first_token is not None:
                 job.end_round(result.first_token)
             elif not result.is_computed and job.lacks_reuse:

@@ -133,7 +133,7 @@ class Stage:
         finally:
             if self._tracer is not None and job.order.request.is_traced:
                 self._tracer.record(prompt_span(job), job.order.request.span)
-            job.usable_behind.cancel()  # who counts anew for this prompt need not go on
+            job.usable_behind.cancel()  # a task that recounts for this prompt stops waiting
             await job.untouched()
             if self._followers is not None and job.device_pages:
                 await self._left_by(self._followers, job)
@@ -142,7 +142,7 @@ class Stage:
             if job.reservation is not None:
                 await self.pool.release(job.reservation.reservation_id)
             if job.fetch is not None:
-                await job.fetch.ended(silence_s=None)  # its messenger has just ended it
+                await job.fetch.ended(silence_s=None)  # the release has just ended the fetch
 
     async def admit(self, job: PrefillJob) -> None:
         """Allocate the prompt's memory, in all stages at the same time.
@@ -157,7 +157,7 @@ class Stage:
         order = job.order
         if self._next is None:  # the first token is drawn here
             job.grammar = await self._executor.follow(order.request.sampling.grammar)
-        if self._followers is not None:  # their pages are those that this rank has
+        if self._followers is not None:  # followers use pages of the same numbers
             job.device_pages = await self._allocate(-(-len(order.request.token_ids) // self.page_size))
         if self._behind is not None:
             await self._behind.send(Begin(job.job_id, order, job.device_pages or None))
@@ -189,14 +189,14 @@ class Stage:
         Returns False if this stage cannot reuse them all.
         """
         if job.fetch is not None and job.fetches_beyond(num_blocks):
-            await job.fetch.ended()  # nobody writes the others while they are computed
+            await job.fetch.ended()  # the fetch must not write blocks while they are computed
         if job.num_usable_blocks() < num_blocks:
             return False
         job.reuse(num_blocks, self.page_size)
         return True
 
     async def recount(self, job: PrefillJob, round_: int) -> None:
-        """Begin another round, after blocks could not be reused in any of the stages.
+        """Begin another round, after at least one stage could not reuse the blocks as planned.
 
         Raises PoolError if blocks were damaged.
         """
@@ -421,5 +421,5 @@ class Stage:
 
     async def _tell_behind(self, message: End) -> None:
         if self._behind is not None:
-            with contextlib.suppress(SessionLostError):  # then all of it has ended there
+            with contextlib.suppress(SessionLostError):  # then the prompt has ended there too
                 await self._behind.send(message)

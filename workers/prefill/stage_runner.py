@@ -144,7 +144,7 @@ class StageRunner:
     async def _begins(self, job: PrefillJob, chunk: ChunkRange) -> bool:
         """Settle reuse for a chunk's round. Returns False if this stage cannot compute the chunk."""
         if not self._wants(job, chunk):
-            return False  # nor could those behind it in this round
+            return False  # nor can later chunks of this round
         try:
             if not job.is_settled and not await self._stage.reuse(job, chunk.num_cached_blocks):
                 await self._say_unusable(job)

@@ -48,7 +48,7 @@ class BlockOrders:
                     await self._pool.drop_idle(keys)
         except PoolError as error:
             if self._pool.closed.is_set():
-                return  # the session ends, and the pins that were soon
+                return  # the session ends
             log.warning("%s of %d blocks: %s", type(order).__name__, len(order.keys), error)
 
     async def _replicate(self, order: Replicate) -> None:

@@ -1,6 +1,7 @@
 """A worker's link to the Conductor (registration, heartbeats, orders), and to the fronts that get its tokens.
 
-Another Conductor may take the place of the first one. The session then reports to it the requests that go on.
+Another Conductor may take the place of the first one. Then the session reports to the new Conductor the
+requests that the session continues.
 
 Owns: the connections, whether the instance is registered, how it retires, what heartbeats say of its pools.
 Does not know: how requests are computed, what heartbeats say of the engine.
@@ -127,7 +128,7 @@ class ConductorLink:
         while True:
             message = await self._conductor.recv()
             if isinstance(message, Registered | HeartbeatAck) and message.epoch < self._conductor.least_epoch:
-                continue  # it does not know yet that another one leads
+                continue  # from a Conductor that does not know yet that another one leads
             self._heard_at_s = time.monotonic()
             match message:
                 case HeartbeatAck(known=known, epoch=epoch):
@@ -179,7 +180,10 @@ class ConductorLink:
             raise SessionLostError(str(error)) from None
 
     def _register_again(self) -> None:
-        """Make `beat` register again, and report the requests of this session that go on."""
+        """Make `beat` register this session again.
+
+        The registration also lists the requests that this session continues.
+        """
         self._status.is_registered = False
         self._must_register.set()
 
@@ -196,10 +200,10 @@ class ConductorLink:
         Args:
             registration: Returns the registration of this session.
             take_held: Returns the requests that go on under another Conductor, and stops all other requests.
-            heartbeat: Returns a heartbeat. Its argument maps the first worker's messenger to its pool's
-                counters.
+            heartbeat: Returns a heartbeat. Its argument maps the name of the first worker's messenger to
+                the counters of the messenger's pool.
         """
-        # Later than the Conductor gives this worker up, should only the connection be broken.
+        # If only the connection is broken, the Conductor gives this worker up before this deadline.
         conductor = self._process.config.conductor
         deadline_s = max(conductor.absence_timeout_s, 2 * conductor.peer_timeout_s)
 
@@ -236,7 +240,7 @@ class ConductorLink:
                 await self._send_beat()
 
     def _renewed(self, registration: Register, held: list[Held]) -> Register:
-        """Return `registration` with the requests that go on, and with the latest Conductor's epoch."""
+        """Return `registration` with the requests that go on, and with the epoch that the session has had."""
         num_connections = max(1, self._conductor.num_connections)
         return msgspec.structs.replace(
             registration, epoch=self._epoch, held=held, num_connections=num_connections
@@ -252,7 +256,10 @@ class ConductorLink:
             self._register_again()
 
     async def retire(self) -> None:
-        """Retire when this is wanted: drain until no request is left, or the Conductor is silent."""
+        """Retire when this is wanted: drain, then end the process.
+
+        The drain ends when no request is left, or when the Conductor is silent.
+        """
         await self._retirement.wanted.wait()
         if self.is_registered:
             await self.tell(Retire())

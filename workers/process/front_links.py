@@ -36,7 +36,6 @@ class FrontLinks:
                     self._links[endpoint] = Dealer(endpoint, self._identity, ToFront, self._key)
                 await self._links[endpoint].send(Tokens(of_front))
             except (ConfigError, PeerGoneError) as error:
-                # The front learns from the Conductor that they were sent, and misses them.
                 log.warning("tokens for the front at %s are lost: %s", endpoint, error)
                 if (link := self._links.pop(endpoint, None)) is not None:
                     link.close()

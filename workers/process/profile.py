@@ -1,8 +1,8 @@
 """The profiler of a device: `python -m workers.process.profile`, started by `mooncake-serve profile`.
 
 The profiler computes like a worker, but without other processes: prompts in passes of `worker.prefill_chunk`
-tokens behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports the duration of
-each.
+tokens behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports the duration
+for each size of prompt and of batch.
 
 Owns: the measurements. Does not know: how they are used.
 """

@@ -3,7 +3,7 @@
 After SIGTERM the worker sends `Retire` to the Conductor, which places no more requests here and moves queued
 ones away. When no request is left, the Conductor answers `Retired`. The Conductor also sends `Retired` when
 an operator has drained the instance; the message then says that the instance leaves for good. The process
-ends when the messenger has sent its KVCache. SIGINT ends the process at once.
+ends when no KVCache of the messenger's pool is in flight. SIGINT ends the process at once.
 
 Owns: when the process may end. Does not know: requests, how a process stops (`mooncake.node.process`).
 """
@@ -34,7 +34,10 @@ class Retirement:
         loop.add_signal_handler(signal.SIGTERM, begin)
 
     def grant(self, *, is_for_good: bool) -> None:
-        """Let the process end as soon as its KVCache is sent. No request is left on the instance."""
+        """Let the process end as soon as no KVCache is in flight. No request is left on the instance.
+
+        `is_for_good` says whether an operator has drained the instance.
+        """
         self.is_for_good = is_for_good
         self.wanted.set()
         self.granted.set()

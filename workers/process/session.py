@@ -82,7 +82,7 @@ class LeaderSession:
         self._layout, self._fingerprint = layout, fingerprint
         self._status, self._retirement, self._leaders = status, retirement, leaders
         self.is_registered = False
-        """Whether the Conductor had registered this session. It is set when the session ends."""
+        """Whether the Conductor had registered this session; valid once the session has ended."""
 
     async def run(self) -> None:
         """Serve requests until the session ends.
@@ -90,8 +90,8 @@ class LeaderSession:
         Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
         """
         try:
-            await asyncio.to_thread(self._executor.load_freed_layers)  # those of the session before
-        except ModelError as error:  # of the checkpoint, which may come back
+            await asyncio.to_thread(self._executor.load_freed_layers)  # that the previous session has freed
+        except ModelError as error:  # the checkpoint may be readable again later
             raise SessionLostError(str(error)) from None
         await await_leader(self._leaders)
         pool = await WorkerClient.connect(
@@ -232,9 +232,8 @@ class LeaderSession:
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
         """Return the wait queue of prompts, for passes of at most `chunk` tokens.
 
-        In a pipeline of X stages a pass may have X times as many tokens.
-
-        Where layers are loaded again, here or in another stage, passes end with whole blocks.
+        In a pipeline of X stages a pass may have X times as many tokens. With a layer window, in this stage
+        or another one, passes end with whole blocks.
         """
         config, page_size = self._process.config, self._executor.kv.page_size
         pipeline = config.pipeline

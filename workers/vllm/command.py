@@ -20,7 +20,7 @@ _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"
 _OTHERWISE = (_EXECUTOR, "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-"""The options by which the user chooses another executor, or several ranks, which need another executor."""
+"""vLLM's options for another executor, and for several ranks, which need another executor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Computing:
     def of(cls, process: WorkerProcess, inherited: Mapping[str, str]) -> "Computing":
         """Return the settings for an instance whose worker has the environment `inherited`.
 
-        They are empty if the user has chosen another executor or bound vLLM to cores.
+        They are empty if `vllm.options` choose another executor, or if `inherited` binds vLLM to cores.
         """
         config = process.config
         is_chosen = any(option.startswith(_OTHERWISE) for option in config.vllm.options)
@@ -68,7 +68,7 @@ class Computing:
 def event_endpoints(process: WorkerProcess, port: int) -> tuple[str, str]:
     """Return the endpoints of vLLM's KV events and of their replays.
 
-    Only the user of this process can open them.
+    Only processes of the same Unix user can open them.
     """
     folder = Path(process.messenger_socket).parent
     return f"ipc://{folder}/kv-{port}", f"ipc://{folder}/kv-{port}r"

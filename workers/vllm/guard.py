@@ -36,7 +36,7 @@ Process id and user id follow.
 
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
-        # Those of a terminal: the worker decides. SIG_IGN would be the command's too.
+        # A terminal signals the guard too, but the worker decides. The command would inherit SIG_IGN.
         signal.signal(signum, lambda *_: None)
     command = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_stdin, args=[command], daemon=True).start()

@@ -73,6 +73,6 @@ class KVEventFollower:
                         break
                     sequence = int.from_bytes(number, "big")
                     if sequence > self.blocks.next_sequence:
-                        changes += self.blocks.skip_to(sequence)  # older ones are not kept
+                        changes += self.blocks.skip_to(sequence)  # vLLM does not keep older batches
                     changes += self.blocks.receive(sequence, payload) or []
         return changes

@@ -18,7 +18,7 @@ class Process(NamedTuple):
     parent: int
     group: int
     is_stopped: bool
-    """Whether a signal or a debugger has stopped the process."""
+    """Whether a signal or a debugger has paused the process."""
 
     @property
     def is_tracker(self) -> bool:

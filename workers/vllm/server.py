@@ -122,7 +122,7 @@ class VllmServer:
     ) -> AsyncGenerator[Output]:
         """Yield at most `num_tokens` tokens behind `token_ids`, then the number of cached prompt tokens.
 
-        `request` has the sampling parameters. The server stops when the iterator is closed.
+        `request` has the sampling parameters. The server gives the answer up when the iterator is closed.
 
         Raises RequestError if the server refuses the request. If the server does not complete the answer, the
         error is EngineLostError when the engine is not healthy, and AnswerLostError when it is.
@@ -159,7 +159,7 @@ class VllmServer:
         raise error(reason)
 
     async def load(self) -> EngineLoad:
-        """Return the engine's load. Waits until the server answers and none of its processes is stopped.
+        """Return the engine's load. Waits until the server answers and none of its processes is paused.
 
         Raises EngineLostError if that takes longer than `hang_timeout_s`, or if the engine hangs.
         """
@@ -237,7 +237,7 @@ def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int)
         "stop_token_ids": list(sampling.stop_token_ids),
         "min_tokens": min(num_tokens, max(0, sampling.min_tokens - num_drawn)),
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
-        "ignore_eos": True,  # the tokens that end an answer are named
+        "ignore_eos": True,  # `stop_token_ids` has all tokens that end an answer
         "detokenize": False,
         "return_token_ids": True,
         "stream": True,
@@ -260,7 +260,7 @@ def check_served(sampling: SamplingParams) -> None:
             raise RequestError(f"{shown} is not served by vLLM's instances", param=param)
 
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, and for each look at metrics
+logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs each request
 
 
 @contextlib.asynccontextmanager

@@ -59,7 +59,7 @@ class VllmSession:
         self._status, self._retirement, self._leaders = status, retirement, leaders
         self._tracer = tracer
         self.is_registered = False
-        """Whether the Conductor had registered this session. It is set when the session ends."""
+        """Whether the Conductor had registered this session; valid once the session has ended."""
 
     async def run(self) -> None:
         """Serve orders until the session ends.

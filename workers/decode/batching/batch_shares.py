@@ -2,10 +2,9 @@
 
 Tenants have equal shares, and so have the answers within a tenant, however many choices each has. A share is
 the fraction of the slots or of the pages, whichever is larger (dominant resource fairness, Ghodsi et al.,
-NSDI 2011). A waiting sequence preempts a sequence of another tenant only if afterwards the other tenant's
-share is not smaller than its own tenant's: a step towards max-min fairness, as at the Conductor
-(`conductor.requests.preemption`). So any tenant may use an idle slot, and sequences are not swapped back and
-forth.
+NSDI 2011). A waiting sequence of tenant A preempts a sequence of tenant B only if B's share is afterwards not
+smaller than A's: a step towards max-min fairness, as at the Conductor (`conductor.requests.preemption`). So
+any tenant may use an idle slot, and sequences are not swapped back and forth.
 
 Owns: the rule of preemption. Does not know: when a sequence is admitted, pages, time.
 """

@@ -1,8 +1,8 @@
 """Iterations of decoding, one behind the other: while one runs, the next is planned.
 
-When an iteration has ended, the device thread begins the next one with its tokens, before the event loop sees
-these tokens. Before that, the planned iteration can be cancelled and planned anew, with sequences that were
-loaded meanwhile.
+When an iteration has ended, the device thread begins the next one with the drawn tokens, before the event
+loop sees these tokens. Until it begins, a planned iteration can be cancelled and planned anew, with sequences
+that were loaded meanwhile.
 
 Where a helper has some of the layers, this instance and the helper form a pipeline: the batch is decoded in
 two micro-batches, and while the helper has one of them, the device thread computes with the other one.
@@ -342,10 +342,10 @@ class Iterations:
         return len(self._at_helper) < _MOST_AT_HELPER and iteration.before not in self._at_helper
 
     def _after_call(self, call: "Future[Iteration | None]", loop: asyncio.AbstractEventLoop) -> None:
-        """Call `on_turn` if no iteration is planned, or if the call has failed. `receive` raises the call's
-        error.
+        """Call `on_turn` if no iteration is planned, or if the call has failed.
 
-        Otherwise the planned iteration begins now, and must not be cancelled.
+        `receive` raises the call's error. In other cases the planned iteration begins now, and must not be
+        cancelled.
         """
         if self._planned is None or call.exception() is not None:
             loop.call_soon_threadsafe(self._on_turn)

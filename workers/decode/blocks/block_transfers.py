@@ -39,8 +39,8 @@ class BlockPair:
 class BlockTransfers:
     """The copies of whole blocks between device and pool.
 
-    A cancelled call copies no further layer, and returns when its copy has stopped. While transfers are
-    `paused`, calls wait.
+    A cancelled call returns when its copy has ended; `load` and `store` then copy no further layer. While
+    transfers are `paused`, calls wait.
     """
 
     def __init__(self, copies: LayerCopies, kv: DeviceKVCache) -> None:
@@ -79,7 +79,7 @@ class BlockTransfers:
                     if newest is not None:  # one behind: the device takes a layer while the next is copied
                         newest.synchronize()
                     newest = loaded.mark
-            finally:  # whatever has ended the loads: the caller may free the pages
+            finally:  # also after an error, because the caller may then free the pages
                 if newest is not None:
                     newest.synchronize()
             return sorted(damaged)

@@ -96,7 +96,7 @@ class ReservingTurns:
             if not fitting:
                 continue
             first = min(fitting, key=lambda one: (by_tenant[one.flow.tenant], by_answer[one.flow]))
-            # No other long one goes before the first, which would then never have room.
+            # No other long prompt goes before the first one, which might otherwise never have room.
             if is_short or self._fits(num_long, first.num_pages, LONG_SHARE):
                 self._waiting.remove(first)
                 self._having_turns.append(first)

@@ -67,8 +67,7 @@ class SequenceBlocks:
         return not self._holdings
 
     def num_reserved_pages(self, number: int) -> int:
-        """Return how many pool pages were reserved for a sequence: one for each block that the pool
-        lacked."""
+        """Return how many pool pages were reserved for a sequence, one for each block that the pool lacked."""
         holding = self._holdings.get(number)
         if holding is None or holding.reservation is None:
             return 0
@@ -138,8 +137,7 @@ class SequenceBlocks:
             raise PoolError(f"{len(damaged)} blocks were damaged in the pool and have been dropped")
 
     async def _store(self, holding: _Holding, work: StoreBlocks) -> None:
-        """Store blocks whose device pages no iteration writes. Raises PoolFullError if the pool has no
-        room."""
+        """Store blocks whose device pages no iteration writes. Raises PoolFullError."""
         if not work.keys and not work.num_private:
             return
         reservation = await self._reserve(work.keys, work.num_private, work.tenant)
@@ -155,7 +153,7 @@ class SequenceBlocks:
             layers = range(self._pool.segment.layout.num_layers)
             pages = [block.pool_page for block in missing]
             await self._pool.commit(reservation.reservation_id, layers, pages, checksums)
-            await self._pool.settled()  # else its checksums might not be there when it is loaded again
+            await self._pool.settled()  # else checksums might be missing when the blocks are loaded again
         except BaseException:
             await self._pool.release(reservation.reservation_id)
             raise

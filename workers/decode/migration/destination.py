@@ -39,7 +39,7 @@ class MigrationDestination:
 
     @property
     def prepared(self) -> set[Ref]:
-        """The sequences that are prepared here and not taken over yet."""
+        """The sequences that came here by a `Prepare` order and are not taken over yet."""
         return self._orders.keys() - self._taken_over
 
     def follow_up(self, order: Prepare | TakeOver) -> bool:

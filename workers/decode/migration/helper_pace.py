@@ -78,10 +78,9 @@ class HelperPace:
         return cls(TBTPredictor(), 0, 0)
 
     def ended(self, iteration: IterationTime, now_s: float) -> str:
-        """Record an iteration that ended at `now_s`, and return why the helper is too slow; empty if it is
-        not.
+        """Record an iteration that ended at `now_s`, and return why the helper is too slow; else "".
 
-        The reason covers all iterations of a window. It is returned with the window's last iteration.
+        The iterations of a window are judged together, when its last iteration is recorded.
         """
         if self._began_s is None:
             self._began_s = now_s

@@ -146,7 +146,7 @@ class KVCacheMove:
         the helper that is to get modules is lost, raises ModulesStayError, and the cache is unchanged.
         """
         self._check()
-        del self._copies, self._staging  # which have the old memory too
+        del self._copies, self._staging  # they refer to the old memory too
         return self._kv.rearrange(self._layers, self._helped)
 
 

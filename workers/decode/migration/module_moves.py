@@ -89,9 +89,9 @@ class ModuleMoves:
     def lost(self) -> None:
         """Stop iterations, because the helper is lost, until all modules are on this instance again.
 
-        If the helper was only stopped, it may go on and write the results of the last iteration. So the pages
-        of that iteration stay with their sequences, and go to no other sequence, until the copies of the
-        pages are in use.
+        If the helper was only paused, it may still write the results of the last iteration. So the pages of
+        that iteration stay with their sequences, and go to no other sequence, until the copies of the pages
+        are in use.
         """
         if self._executor.kv.is_helped and not self._is_lost:
             self._is_lost = True
@@ -273,7 +273,7 @@ class ModuleMoves:
         except ModulesStayError:
             if not self._is_lost:
                 kv.reopen()
-                await self._free_weights()  # pages have grown into their memory
+                await self._free_weights()  # their memory is needed for pages
             raise
         try:
             await self._rearranger.switch(move, await self._rearranger.pre_copy(move))
@@ -314,7 +314,7 @@ class ModuleMoves:
     async def _end_hosting(self, outcome: str) -> None:
         self.meter.ended(outcome)
         if self._link is not None and self._is_lost:
-            self._link.close()  # a helper that stands still says no more
+            self._link.close()  # a lost helper confirms nothing
         elif self._link is not None:
             await self._link.end()
         self._link, self._is_lost = None, False

@@ -40,7 +40,7 @@ _LOADING_TIMEOUT_S = 1.0
 _FREEING_TIMEOUT_S = 30.0
 """Seconds for which `free_in_time` waits for pages to be freed."""
 _NICENESS = 5
-"""How much nicer the copying thread is than its process. It then gets a quarter of a core that it shares."""
+"""The niceness of the copying thread above its process's. So it gets a quarter of a core that it shares."""
 
 
 class Rearranger:

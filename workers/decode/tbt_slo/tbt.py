@@ -55,7 +55,7 @@ class TBTPredictor:
         self._mean_b += b / self._weight
         self._mean_k += k / self._weight
         self._mean_s += s / self._weight
-        share = 1.0 - 1.0 / self._weight  # of a deviation that is left from the new mean
+        share = 1.0 - 1.0 / self._weight  # of a deviation from the old mean, what is left from the new mean
         old = self._moments
         self._moments = _Moments(
             DECAY * old.bb + share * b * b,
@@ -81,7 +81,7 @@ class TBTPredictor:
         weight, of = self._weight, self._moments
         bb, bk, kk = of.bb / weight + _RIDGE, of.bk / weight, of.kk / weight + _RIDGE
         bs, ks = of.bs / weight, of.ks / weight
-        determinant = bb * kk - bk * bk  # above 0, for the ridge is
+        determinant = bb * kk - bk * bk  # above 0, because the ridge is
         request_s, unit_s = (bs * kk - ks * bk) / determinant, (ks * bb - bs * bk) / determinant
         if request_s >= 0 and unit_s >= 0:
             return request_s, unit_s
@@ -138,9 +138,9 @@ class IterationPredictors:
         """Learn from one measured iteration.
 
         `tbt` learns from iterations without prompts, and `prompt_cost` from iterations with prompts. An
-        iteration with prompts would make `tbt` too small: where prompts were computed alone, their cost
-        includes a part of an iteration's constant time. So `tbt` learns from iterations with prompts only
-        after `MAX_MIXED_IN_A_ROW` of them without an iteration in between that has no prompts.
+        iteration with prompts would make the predictions of `tbt` too small: where prompts were computed
+        alone, their cost includes a part of an iteration's constant time. So `tbt` learns from iterations
+        with prompts only after `MAX_MIXED_IN_A_ROW` such iterations in a row.
 
         Args:
             num_decoded: The number of sequences that were decoded.

@@ -42,8 +42,7 @@ class LayerInputs:
 
 
 class TritonLayers:
-    """Decoder layers computed by the GPU's kernels, over weights in the layout in which they were loaded, not
-    packed.
+    """Decoder layers computed by the GPU's kernels, over weights in their loaded layout, not packed.
 
     Implements `workers.engine.model.Layers`.
     """
@@ -132,7 +131,10 @@ class TritonLayers:
         return residual.addmm_(gated, weights.down.t())
 
     def _is_skinny(self, rows: torch.Tensor) -> bool:
-        """Return whether products of these rows take no longer than reading the weights."""
+        """Return whether the kernel for few rows computes the products of these rows.
+
+        Such products take no longer than reading the weights.
+        """
         return self._has_skinny and len(rows) <= MAX_ROWS
 
     def head(self, hidden_rows: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,10 @@ class RankLayers(Protocol):
     """An implementation of layers over one rank's weights; `attention` and `mlp` leave out the residual."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return rows `[T, hidden_size]` of this rank's part of the embedding; `token_ids` [T] count from its
-        first row."""
+        """Return rows `[T, hidden_size]` of this rank's part of the embedding.
+
+        `token_ids` [T] count from the first row of this part.
+        """
 
     def attention(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
