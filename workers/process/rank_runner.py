@@ -116,7 +116,7 @@ class RankRunner(StageRunner):
 
     def _decode(self, announced: DecodePass) -> None:
         chunks = [Chunk(chunk.token_ids, chunk.start, chunk.pages) for chunk in announced.chunks]
-        with self._executor.record.computing(None, expected=RankLost):  # of unknown requests
+        with self._executor.record.computing(None, expected=RankLost):  # only the leader knows the requests
             self._executor.model.forward(self._executor.prepare(chunks), self._executor.kv)
 
 

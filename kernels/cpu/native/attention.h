@@ -16,7 +16,7 @@
 
 namespace {
 
-// Below this many columns a sequence's queries are taken one by one.
+// The number of columns below which a sequence's queries are computed one by one.
 constexpr int FEW_COLUMNS = COLUMNS / 2;
 
 template <class T, int D>
@@ -41,14 +41,14 @@ Sequence<T, D> sequence_of(const Attention<T>& layer, const Batch& batch, int i,
     };
 }
 
-// One piece of work: TILES tiles, or one query of a sequence that has few.
+// One piece of work: TILES tiles of a sequence, or one query of a sequence with few queries.
 struct Item {
     int sequence, head, step;
     bool is_one;
     int64_t first_token;
 };
 
-// The first keys that this will read.
+// Finds the first block of keys that the piece of work `item` will read.
 template <class T, int D>
 void find_first(const Attention<T>& layer, const Batch& batch, const Item& item, Block<T, D>& block) {
     const Sequence<T, D> s = sequence_of<T, D>(layer, batch, item.sequence, item.head, 0);
@@ -85,7 +85,7 @@ ALONE void attend(const Attention<T>& layer, const Batch& batch) {
     });
 }
 
-// The caller has checked head_dim.
+// Computes the attention of a batch. The caller has checked head_dim.
 template <class T>
 void attend_any(const Attention<T>& layer, const Batch& batch) {
     switch (batch.head_dim) {

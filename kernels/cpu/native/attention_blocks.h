@@ -1,4 +1,4 @@
-// What both kinds of attention share: a batch, where the keys and values of its sequences lie, blocks of KEYS of them.
+// The common parts of both kinds of attention: a batch, the places of its sequences' keys and values, blocks of KEYS keys.
 //
 // Owns: the layout of pages. Does not know: in which order anything is computed.
 #pragma once
@@ -10,12 +10,12 @@
 namespace {
 
 constexpr int KEYS = 64;
-// So many queries (times heads) are one tile; TILES of them share the preparation of the values.
+// The number of queries (times heads) of one tile. TILES tiles share the preparation of the values.
 constexpr int COLUMNS = TILE_VECTORS * WIDTH;
 constexpr int TILES = 4;
-// Finite, so that a row of which no key has been seen yet has no NaN.
+// The maximum of a row before its first key. It is finite, so that such a row gets no NaN.
 constexpr float LOWEST = -1e30f;
-// Weights are computed for a multiple of so many keys; tile registers multiply 16 words at once.
+// Weights are computed for a multiple of this number of keys; tile registers multiply 16 words at once.
 template <class T>
 constexpr int KEYS_AT_ONCE = ON_TILES<T> ? 16 * PER_WORD<T> : WIDTH;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
@@ -23,11 +23,11 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // All sequences of a batch and their pages, for layers that share a window. attention.py has the same structure.
 struct Batch {
     const int32_t* pages;         // the page tables, one after the other
-    const int64_t* first_pages;   // where in `pages` each sequence's table begins
+    const int64_t* first_pages;   // the index in `pages` at which each sequence's table begins
     const int32_t* query_lens;    // new tokens of each sequence
     const int32_t* kv_lens;       // all tokens of each sequence, the new ones included
-    const int32_t* num_keys;      // of each sequence, those that its pages have: all, or the first ones
-    int64_t num_pages;            // of a layer
+    const int32_t* num_keys;      // the keys of each sequence that its pages have: all, or the first ones
+    int64_t num_pages;            // the number of pages of a layer
     int32_t num_sequences, num_heads, num_kv_heads, head_dim, page_size;
     int32_t window;               // keys that a query sees, itself included
     float scale;
@@ -54,7 +54,7 @@ struct Rows {
     int64_t to_values() const { return int64_t(page_size) * D; }
 };
 
-// Where the keys [first, end), at most KEYS of them, lie.
+// The addresses of the keys [first, end), at most KEYS of them.
 template <class T, int D>
 struct Block {
     const T* keys[KEYS];
@@ -83,7 +83,7 @@ struct Sequence {
     Rows<T, D> rows;
     int group;                    // query heads of this KV head
     int start;                    // position of the first query
-    int num_keys;                 // those behind are not in the pages
+    int num_keys;                 // the keys that the pages have; further keys are not there
     int num_queries;
     int window;
     float scale_log2;             // the scale of scores, times log2(e)
@@ -95,8 +95,8 @@ struct Sequence {
     int64_t lse_stride;
 };
 
-// Words of a block's values, as `multiply` wants them: [KEYS / PER_WORD][D] words, unseen ones zero, so that what an
-// unfinished page holds behind its end does not matter. Fetches the values of `next`.
+// Packs a block's values into words for `multiply`: [KEYS / PER_WORD][D]. Words behind the last key are zero, so that the
+// content of a page behind its last token does not matter. Prefetches the values of `next`.
 template <class T, int D>
 INLINE void pack_values(const Block<T, D>& block, const Block<T, D>& next, word* packed) {
     alignas(64) static const T none[D] = {};

@@ -1,6 +1,6 @@
 // Attention for few queries: the keys of a block lie in the lanes of the vectors, the heads of a group are rows.
 //
-// Owns: one query on its way over the blocks of keys, and what is fetched meanwhile. Does not know: batches.
+// Owns: one query on its way over the blocks of keys, and the prefetches meanwhile. Does not know: batches.
 #pragma once
 
 #include <type_traits>
@@ -25,7 +25,7 @@ struct FewMemory {
     float corrections[HEADS_AT_ONCE<T>];
 };
 
-// Words of a block's keys, transposed; what stands for unseen ones does not matter. Fetches the keys of `next`.
+// Packs a block's keys into words, transposed; words behind the last key may be anything. Prefetches the keys of `next`.
 template <class T, int D>
 INLINE void pack_keys(const Block<T, D>& block, const Block<T, D>& next, FewMemory<T, D>& memory) {
     alignas(64) static const T none[D] = {};
@@ -43,7 +43,7 @@ INLINE void pack_keys(const Block<T, D>& block, const Block<T, D>& next, FewMemo
     }
 }
 
-// Scores of HEADS heads.
+// Computes the scores of HEADS heads.
 template <class T, int D, int HEADS>
 ALONE void score_few(const T* query, FewMemory<T, D>& memory) {
     constexpr int WORDS = D / PER_WORD<T>;
@@ -88,7 +88,7 @@ INLINE void with_heads(int num_heads, F f) {
     }
 }
 
-// Scores of up to HEADS_AT_ONCE heads.
+// Computes the scores of up to HEADS_AT_ONCE heads.
 template <class T, int D>
 INLINE void score_heads(const T* query, int num_heads, FewMemory<T, D>& memory) {
     if constexpr (ON_TILES<T>) {
@@ -117,7 +117,7 @@ INLINE void add_values_of_heads(int num_heads, int num_keys, const FewMemory<T, 
     }
 }
 
-// From a head's scores to weights of the values, and to what its sums so far must be multiplied with.
+// Turns a head's scores into weights of the values, and computes the factor for the head's sums so far.
 template <class T, int D>
 ALONE void soften_head(int head, float scale_log2, FewMemory<T, D>& memory, float& maximum, float& total) {
     float* scores = memory.scores[head];
@@ -139,7 +139,7 @@ ALONE void soften_head(int head, float scale_log2, FewMemory<T, D>& memory, floa
     memory.corrections[head] = scores[0];
 }
 
-// One block of keys, from `key` on, of which the query sees [first, last]. out[i] holds the sums of head i so far.
+// Attends to one block of keys, from `key` on, of which the query sees [first, last]. out[i] holds the sums of head i so far.
 template <class T, int D>
 INLINE void attend_few(const T* query, int num_heads, int key, int first, int last, float scale_log2, FewMemory<T, D>& memory,
                        float (*out)[D], float* maximum, float* total) {
@@ -153,8 +153,8 @@ INLINE void attend_few(const T* query, int num_heads, int key, int first, int la
     add_values_of_heads(num_heads, std::min(KEYS, last + 1 - key), memory, out);
 }
 
-// One query of a sequence. Pages are scattered, so that the processor does not guess what comes next: each block is
-// fetched while the one before it is computed; `after` is what will be computed after this query.
+// Computes one query of a sequence. Pages are scattered, so the processor cannot guess the next address: each block is
+// prefetched while the previous one is computed. `after` is the first block of the next query.
 template <class T, int D>
 ALONE void attend_one(const Sequence<T, D>& s, int row, const Block<T, D>& after) {
     FewMemory<T, D> memory;

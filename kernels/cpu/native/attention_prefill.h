@@ -12,8 +12,8 @@ struct Tile {
     alignas(64) word query[D / PER_WORD<T>][COLUMNS];
     alignas(64) float out[D][COLUMNS];
     alignas(64) float maximum[COLUMNS], total[COLUMNS];
-    alignas(64) float position[COLUMNS];  // of the query: exact up to 2^24
-    int first, last;                      // positions of its first and last query
+    alignas(64) float position[COLUMNS];  // the position of each column's query: exact up to 2^24
+    int first, last;                      // positions of the tile's first and last query
 };
 
 template <class T, int D>
@@ -26,7 +26,7 @@ struct PrefillMemory {
     alignas(64) T few_keys[ROWS_AT_ONCE<T>][D];
 };
 
-// Column c of a sequence is head `c % group` of query `c / group`; those behind the last repeat it.
+// Column c of a sequence is head `c % group` of query `c / group`. Columns of the tile behind the last one repeat it.
 template <class T, int D>
 ALONE void load_tile(const Sequence<T, D>& s, int column, Tile<T, D>& tile) {
     const int num_columns = s.num_queries * s.group;
@@ -74,7 +74,7 @@ ALONE void store_tile(const Sequence<T, D>& s, int column, const Tile<T, D>& til
     }
 }
 
-// Scores of ROWS_AT_ONCE keys.
+// Computes the scores of ROWS_AT_ONCE keys.
 template <class T, int D>
 ALONE void score_rows(const T* keys, const word* query, float* scores) {
     if constexpr (ON_TILES<T>) {
@@ -91,7 +91,7 @@ ALONE void score_rows(const T* keys, const word* query, float* scores) {
     }
 }
 
-// The values of a block, as `add_values` wants them.
+// Packs the values of a block for `add_values`.
 template <class T, int D>
 ALONE void load_values(const Block<T, D>& block, word* values) {
     constexpr int NUM_WORDS = KEYS / PER_WORD<T>;
@@ -140,7 +140,8 @@ ALONE void add_values(int d, int num_keys, PrefillMemory<T, D>& memory, float* o
     }
 }
 
-// Scores of the first keys of a block; num_keys is a multiple of ROWS_AT_ONCE, keys behind the block's are anything.
+// Computes the scores of the first `num_keys` keys of a block, a multiple of ROWS_AT_ONCE. Scores behind the block's last key
+// may be anything.
 template <class T, int D>
 INLINE void score_tile(const Block<T, D>& block, int page_size, int num_keys, const Tile<T, D>& tile,
                        PrefillMemory<T, D>& memory) {
@@ -157,7 +158,7 @@ INLINE void score_tile(const Block<T, D>& block, int page_size, int num_keys, co
     }
 }
 
-// Hides from each query the keys behind its position, those that its window has left, and those behind `last_key`.
+// Hides from each query the keys behind the query's position, before its window, and behind `last_key`.
 template <class T, int D>
 INLINE void hide_keys(int window, int key, int num_keys, int last_key, const Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
     const int begin = key <= tile.last - window ? 0 : std::max(0, std::min(tile.first, last_key) + 1 - key);
@@ -173,8 +174,8 @@ INLINE void hide_keys(int window, int key, int num_keys, int last_key, const Til
     }
 }
 
-// From scores to weights of the values, and to what the sums so far must be multiplied with.
-// `num_keys` is a multiple of KEYS_AT_ONCE.
+// Turns scores into weights of the values, and computes the factors for the sums so far. `num_keys` is a multiple of
+// KEYS_AT_ONCE.
 template <class T, int D>
 ALONE void soften(int v, int num_keys, float scale_log2, Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
     Floats before = load(&tile.maximum[v]), maximum = before, other = before;
@@ -222,7 +223,7 @@ INLINE void attend_tile(const Sequence<T, D>& s, const Block<T, D>& block, int k
     for (int d = 0; d < D; d += ROWS_AT_ONCE<T>) add_values(d, num_added, memory, tile.out[d]);
 }
 
-// The columns [column, column + TILES * COLUMNS) of a sequence.
+// Computes the columns [column, column + TILES * COLUMNS) of a sequence.
 template <class T, int D>
 ALONE void prefill(const Sequence<T, D>& s, int column) {
     const TileRegisters<T> registers(ROWS_AT_ONCE<T>);

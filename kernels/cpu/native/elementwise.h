@@ -1,5 +1,5 @@
-// What lies between the products of a decoder layer, each in one pass over memory: norm, rotation and
-// page write, and the gate, which the product before it applies.
+// The operations between the products of a decoder layer, each in one pass over memory: norm, rotation and page
+// write. The gate is applied by the product before it.
 //
 // Owns: the arithmetic, in float32 inside. Does not know: layers; its caller has checked all sizes.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Rows of a tile: less is not worth the attention of another core.
+// Rows of a tile. Fewer rows are not worth the work of another core.
 constexpr long ROWS_OF_TILE = 32;
 
 // Calls `row(n)` for each row.
@@ -23,7 +23,7 @@ INLINE void divide_rows(long num_rows, F row) {
     });
 }
 
-// x / rms(x), times the weights, over n elements; n is a multiple of WIDTH.
+// Computes x / rms(x) * weight over n elements; n is a multiple of WIDTH.
 template <class T>
 INLINE void normalise(const T* x, const T* weight, long n, float eps, T* y) {
     Floats squares[4] = {zero(), zero(), zero(), zero()};
@@ -52,7 +52,7 @@ INLINE Floats silu_mul(Floats gate, Floats up) {
     return mul(mul(gate, up), div(if_less(gate, zero(), e, one), add(one, e)));
 }
 
-// Pairs are (i, i + head_dim / 2); cos and sin are those of the first half.
+// Rotates pairs of elements (i, i + head_dim / 2); cos and sin have one number for each pair.
 template <class T>
 INLINE void rotate(const T* x, const float* cos, const float* sin, int head_dim, T* y) {
     const int half = head_dim / 2;
@@ -63,7 +63,7 @@ INLINE void rotate(const T* x, const float* cos, const float* sin, int head_dim,
     }
 }
 
-// Where the tokens of a batch stand. elementwise.py has the same structure.
+// The token slots and angles of a batch. elementwise.py has the same structure.
 struct Slots {
     const float *cos, *sin;          // [num_tokens, head_dim / 2]
     const int64_t *pages, *offsets;  // [num_tokens]
@@ -84,8 +84,8 @@ struct HeadNorms {
     float eps;
 };
 
-// `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]. Keys that are not written to pages are rotated in place.
-// False if a slot is outside of the pages.
+// Rotates queries in place, and writes rotated keys and values to pages. `qkv` is [num_tokens, num_heads + 2 * num_kv_heads,
+// head_dim]. Keys that are not written to pages are rotated in place. Returns false if a slot is outside of the pages.
 template <class T>
 ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size, const HeadNorms<T>& norms) {
     for (long t = 0; t < slots.num_tokens; t++) {

@@ -1,12 +1,12 @@
-// Work that is divided among threads that use each other's cores only while these are idle.
+// The division of work among threads that compute on the cores of other processes only while these cores are idle.
 //
-// Processes that share the cores each have a thread that computes, the *caller*, and *helpers*. A *region* is a number of
-// pieces, in any order. The caller takes them from the front, helpers from the back, until none is left; the caller then
-// waits for those that helpers have begun, and for nothing else. A helper that has lost its core to others in the middle
-// of a piece ends it on the caller's core; one on whose core others compute rests. So where others leave no core idle, the
-// caller computes as if alone.
+// Several processes share the cores. Each process has a thread that computes, the *caller*, and *helpers*. A *region* is a
+// number of pieces, in any order. The caller takes pieces from the front, helpers take pieces from the back, until none is
+// left. Then the caller waits only for pieces that helpers have begun. A helper that loses its core to another process in
+// the middle of a piece ends the piece on the caller's core. While another process computes on its core, a helper rests. So
+// if other processes leave no core idle, the caller computes as if alone.
 //
-// Owns: the helpers, who computes which piece. Does not know: what a piece is.
+// Owns: the helpers, which thread computes which piece. Does not know: what a piece is.
 #pragma once
 
 #include <linux/futex.h>
@@ -31,18 +31,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A helper looks for work so long before it sleeps: longer than what lies between two layers of a prompt's pass. Until
-// then it need not be woken, and whoever else wants its core gets it at once.
+// The time for which a helper looks for work before it sleeps: longer than the gap between two layers of a prompt's pass.
+// Until then the helper need not be woken, and another thread that wants its core gets the core at once.
 constexpr auto LOOKING = std::chrono::milliseconds(1);
-// The caller waits for a piece twice as long as pieces take, and this; then it takes it that the helper has lost its core.
+// The caller waits for a piece twice as long as pieces take, and for this time. Then the helper counts as having lost its core.
 constexpr auto PATIENCE = std::chrono::microseconds(20);
-// After so much work a helper asks whether somebody waits for its core.
+// The time of work after which a helper lets another thread have its core, if one waits for it.
 constexpr auto TURN = std::chrono::microseconds(50);
-// A helper that does not run for so long although it wants to has lost its core to somebody who computes; what handles a
-// message is through before.
+// A helper that cannot run for this time has lost its core to a thread that computes. A thread that handles a message is done
+// before.
 constexpr auto LOST = std::chrono::milliseconds(1);
-// Whoever shares a core with a helper comes first. But if helpers ran on idle cores alone (SCHED_IDLE), one that has begun
-// a piece might have to wait for seconds, and its caller with it: other processes can want the caller's core too.
+// The niceness of helpers: other threads on a helper's core go first. But if helpers ran on idle cores alone (SCHED_IDLE), a
+// helper that has begun a piece might wait for seconds, and its caller with it: other processes can want the caller's core too.
 constexpr int NICENESS = 5;
 constexpr Clock::duration SHORTEST_REST = std::chrono::milliseconds(1), LONGEST_REST = std::chrono::milliseconds(32);
 
@@ -52,8 +52,8 @@ INLINE void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 
 INLINE void wake_all(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
 
-// Pieces of a region that nobody has taken: [first, last), in one word. A helper takes pieces of whichever region the word
-// is about when it takes them, and reads which one that is afterwards.
+// The pieces [first, last) of a region that no thread has taken, in one word. A helper takes a piece of the region to which the
+// word belongs at that moment, and reads afterwards what that region computes.
 struct Left {
     uint32_t first, last;
 
@@ -64,11 +64,11 @@ struct Left {
 
 using Compute = void (*)(void* argument, long n, int step);
 
-// How long a helper keeps away after it has lost its core: longer each time, unless it has had it for longer than the
-// others have now.
+// The rest of a helper that has lost its core. It is longer each time, unless the helper had the core for longer than it has
+// been without it now.
 class Rest {
    public:
-    // Returns when it has got a core as soon as it wanted one.
+    // Rests until the helper gets a core as soon as it wants one.
     void take(Clock::time_point lost, Clock::time_point found) {
         if (lost - ended > found - lost) time = SHORTEST_REST;
         for (bool is_late = true; is_late; time = std::min(2 * time, LONGEST_REST)) {
@@ -86,7 +86,7 @@ class Rest {
 
 class IdleCores {
    public:
-    // One is the caller's. Helpers that have been started stay.
+    // Sets the number of threads, the caller's included. Helpers that have been started stay.
     void set_num_threads(int num_threads) {
         std::lock_guard<std::mutex> region(in_use);
         num_used.store(num_threads - 1);
@@ -94,24 +94,24 @@ class IdleCores {
         callers_core = -1;
     }
 
-    // A child process has none of the threads.
+    // Forgets the helpers, in a child process, which has none of the threads.
     void forget() {
         helpers.clear();
         num_used.store(0);
     }
 
-    // The calling thread computes beside the process's own caller. Helpers keep off the core of the latter alone: if both had
-    // them moved, each region would begin with a system call for every helper.
+    // Makes the calling thread a guest, which computes beside the process's own caller. Helpers keep off the core of the own caller
+    // only: if both threads had helpers moved, each region would begin with a system call for every helper.
     void be_guest() { is_guest = true; }
 
     uint32_t placements() const { return num_placements.load(); }
 
     bool can_help() const { return num_used.load(std::memory_order_relaxed) > 0; }
 
-    // Returns when all pieces are computed.
+    // Computes a region of `count` pieces. Returns when all pieces are computed.
     void run(uint32_t count, Compute compute, void* argument) {
         std::unique_lock<std::mutex> region(in_use, std::try_to_lock);
-        if (!region.owns_lock()) {  // helpers are with another thread
+        if (!region.owns_lock()) {  // the helpers work for another thread
             for (uint32_t n = 0; n < count; n++) compute(argument, n, 1);
             return;
         }
@@ -177,14 +177,14 @@ class IdleCores {
         uint64_t bits = left.load(std::memory_order_relaxed);
         const Left before = Left::of(bits);
         if (before.count() == 0 || !left.compare_exchange_strong(bits, Left{before.first, before.last - 1}.bits())) return false;
-        // This region cannot end now, so these are its own.
+        // The region cannot end before this piece, so the function and argument are the region's own.
         current_compute.load(std::memory_order_relaxed)(current_argument.load(std::memory_order_relaxed), before.last - 1, -1);
         num_done.fetch_add(1);
         if (caller_sleeps.load()) wake_all(num_done);
         return true;
     }
 
-    // `piece` is how long one takes.
+    // Waits until helpers have computed the pieces that they have taken. `piece` is the time that a piece takes.
     void wait(uint32_t num_taken, Clock::duration piece) {
         const auto end = Clock::now() + PATIENCE + 2 * piece;
         while (num_done.load(std::memory_order_acquire) < num_taken) {
@@ -193,7 +193,7 @@ class IdleCores {
         }
     }
 
-    // The caller sleeps, and whoever is in the middle of a piece continues on its core.
+    // Lets the caller sleep, so that a helper in the middle of a piece continues on the caller's core.
     void swap_places(uint32_t num_taken) {
         place_helpers(sched_getcpu(), true);
         callers_core = -1;
@@ -202,7 +202,8 @@ class IdleCores {
         caller_sleeps.store(false);
     }
 
-    // On the caller's core, or on all that its process may use but this one, where they would not run.
+    // Places helpers on the caller's core `core`, or on all other cores that the process may use: there they do not wait for the
+    // caller.
     void place_helpers(int core, bool on_it) {
         num_placements.fetch_add(1, std::memory_order_relaxed);
         cpu_set_t cores;
@@ -216,7 +217,7 @@ class IdleCores {
         for (std::thread* helper : helpers) pthread_setaffinity_np(helper->native_handle(), sizeof cores, &cores);
     }
 
-    std::mutex in_use;  // by a region
+    std::mutex in_use;  // held while a region is computed
     std::vector<std::thread*> helpers;
     std::atomic<int> num_used{0};
     int callers_core = -1;
@@ -238,7 +239,8 @@ IdleCores& idle_cores() {
     return cores;
 }
 
-// Calls `compute(n, step)` for each n in [0, count), in any order. The thread that computes piece n will most likely go on with n + step.
+// Calls `compute(n, step)` for each n in [0, count), in any order. The thread that computes piece n will most likely go on with
+// piece n + step.
 template <class F>
 INLINE void divide(long count, F compute) {
     IdleCores& cores = idle_cores();

@@ -1,4 +1,4 @@
-// What Python calls, for bfloat16 and float32. Sizes are checked there; `1` means success.
+// The functions that Python calls, for bfloat16 and float32. Python checks sizes. A result of 1 means success.
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -65,13 +65,13 @@
 EXPORT(bfloat16, bf16)
 EXPORT(float32, float)
 
-// Whether this process may use tiles: Linux wants to be asked, as they make the state of a thread larger.
+// Returns whether this process may use tiles. Linux wants to be asked, because tiles make the state of a thread larger.
 extern "C" int may_use_tiles() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-// Of the whole process, for all kernels.
+// The threads of the whole process, for all kernels.
 extern "C" void set_num_threads(int num_threads) { idle_cores().set_num_threads(num_threads); }
 extern "C" void be_guest() { idle_cores().be_guest(); }
 extern "C" uint32_t num_placements() { return idle_cores().placements(); }
@@ -81,7 +81,7 @@ extern "C" void copy_pages(const PagePart* parts, int64_t num_parts, const int64
     for (int64_t i = 0; i < num_parts; i++) copy_pages_of(parts[i], sources, targets, num_pages);
 }
 
-// Of an exchange with a helper (mailbox.h), by both sides.
+// Both sides of an exchange with a helper (mailbox.h).
 extern "C" void connect_mailbox(Mailbox* mailbox, uint64_t num_bytes, int descriptor, int64_t timeout_ms) {
     mailbox->wire = {num_bytes, descriptor, timeout_ms, {}, 0};
 }

@@ -1,5 +1,5 @@
-// A whole decoder layer: what the other headers have, in order, in one call, so that Python's part is small. Its
-// halves can be called alone: after each of them the ranks of a tensor-parallel group add up what they have.
+// A whole decoder layer in one call, so that Python's part is small: the operations of the other headers, in order. The
+// halves of a layer can be called alone: after each half, the ranks of a tensor-parallel group add up their results.
 //
 // Owns: the order, the use of the workspace. Does not know: which layer it is; its caller has checked all sizes.
 #pragma once
@@ -27,11 +27,11 @@ struct LayerWeights {
     float eps;
 };
 
-// Norm, attention and the product after it, plus `residual`, which may be null. False if a slot is outside of the pages, or
-// the helper that has heads or keys does not answer. `batch` has those that are not with a helper; `exchange` is null without one.
+// Computes norm, attention and the product after it, plus `residual`, which may be null. Returns false if a slot is outside of
+// the pages, or if a helper does not answer. `exchange` is null without a helper; `batch` has the heads and keys of this process.
 //
-// `hidden`, `residual` and `out` are [tokens, hidden_size]; the last two may be one. The workspace has room for
-// tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim).
+// `hidden`, `residual` and `out` are [tokens, hidden_size]; the last two may be the same tensor. The workspace has room for
+// tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim) elements.
 template <class T>
 bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Exchange<T>* exchange, const Slots& slots, const T* hidden,
                    T* kv, const T* residual, T* out, T* workspace) {
@@ -54,8 +54,8 @@ bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Exchange<
     return true;
 }
 
-// Norm and MLP, plus `residual`, which may be null. Any of the three tensors [rows, hidden_size] may be one. The
-// workspace has room for rows * (hidden_size + intermediate_size).
+// Computes norm and MLP, plus `residual`, which may be null. Any of the three tensors [rows, hidden_size] may be the same. The
+// workspace has room for rows * (hidden_size + intermediate_size) elements.
 template <class T>
 void run_mlp(const LayerWeights<T>& w, long rows, const T* hidden, const T* residual, T* out, T* workspace) {
     const long size = w.hidden_size, inner = w.intermediate_size;
@@ -74,7 +74,8 @@ struct LayerOfPass {
     T* kv;
 };
 
-// Layers, both halves of each with its residual. `hidden` may be `out`. `owner`, which may be null, is told of each layer.
+// Computes layers: both halves of each, with residuals. `hidden` may be `out`. `owner`, which may be null, is told when each
+// layer is done.
 template <class T>
 bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Exchange<T>* exchange, Mailbox* owner, const Slots& slots,
                 const T* hidden, T* out, T* workspace) {

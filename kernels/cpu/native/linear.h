@@ -1,4 +1,4 @@
-// Products with a matrix of weights that was packed for it: y = x W^T, plus a bias, plus a residual.
+// Products with a packed matrix of weights: y = x W^T, plus a bias, plus a residual.
 //
 // W [N, K] is packed as panels of PANEL of its rows, [N / PANEL][K][PANEL] words, so that the inner loop reads
 // memory in order; the last panel is filled up with zeros. A panel stays in the processor's cache while all
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int LINES = PANEL * int(sizeof(word)) / 64;  // cache lines of one step of a panel
-constexpr long ROWS_OF_BLOCK = 128;  // that one thread multiplies with a panel
+constexpr long ROWS_OF_BLOCK = 128;  // rows that one thread multiplies with a panel
 
 template <class T>
 struct Linear {
@@ -27,7 +27,7 @@ struct Linear {
     long num_columns;   // N
 };
 
-// The sums of a row, plus bias and residual, which may be null: [PANEL] of y.
+// Writes [PANEL] elements of y: the sums of a row, plus bias and residual, which may be null.
 template <class T, class OUT>
 INLINE void finish_row(Floats (&c)[TILE_VECTORS], const T* bias, const T* residual, OUT* y) {
     UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
@@ -37,7 +37,7 @@ INLINE void finish_row(Floats (&c)[TILE_VECTORS], const T* bias, const T* residu
     }
 }
 
-// ROWS rows of x times one panel: [ROWS][PANEL] of y, its rows `stride` elements apart like those of the residual.
+// Multiplies ROWS rows of x with one panel: [ROWS][PANEL] of y. The rows of y and of the residual are `stride` elements apart.
 template <class T, class OUT, int ROWS, int LINES_AHEAD>
 ALONE void multiply_tile(const T* x, long num_words, const word* panel, const char* ahead, const T* bias, const T* residual, OUT* y,
                          long stride) {
@@ -51,7 +51,7 @@ ALONE void multiply_tile(const T* x, long num_words, const word* panel, const ch
     }
 }
 
-// Where a tile reads and writes.
+// The addresses that a tile reads and writes.
 template <class T, class OUT>
 struct Addresses {
     const T *x, *bias, *residual;
@@ -59,18 +59,18 @@ struct Addresses {
     long stride;
 };
 
-// Which lines of each step of the next panel a tile fetches: all tiles of a part together fetch it once.
+// The lines of each step of the next panel that a tile prefetches. All tiles of a part together prefetch the panel once.
 struct Ahead {
     long first, count;
 
-    // For the `tile`th of `num_tiles`.
+    // Returns the lines of tile number `tile` of `num_tiles`.
     static Ahead of(long tile, long num_tiles) {
         const long share = (LINES + num_tiles - 1) / num_tiles, first = std::min<long>(tile * share, LINES);
         return {first, std::min(share, LINES - first)};
     }
 };
 
-// A tile of fewer rows than it could have, or of as many.
+// Multiplies a tile of up to ROWS rows.
 template <class T, class OUT, int COUNT, int ROWS = TILE_ROWS>
 INLINE void multiply_up_to(const Addresses<T, OUT>& at, long num_rows, long num_words, const word* panel, const char* ahead) {
     if constexpr (ROWS > 0) {
@@ -82,7 +82,7 @@ INLINE void multiply_up_to(const Addresses<T, OUT>& at, long num_rows, long num_
     }
 }
 
-// Up to TILE_ROWS rows times one panel, while lines of the `next` one are fetched.
+// Multiplies up to TILE_ROWS rows with one panel, and prefetches lines of the panel `next`.
 template <class T, class OUT, int COUNT = LINES>
 INLINE void multiply_few(const Addresses<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
                          const char* next) {
@@ -93,7 +93,7 @@ INLINE void multiply_few(const Addresses<T, OUT>& at, long num_rows, const Ahead
     }
 }
 
-// Up to ROWS_AT_ONCE rows times one panel, with tile registers. `num_words` is a multiple of ROWS_AT_ONCE.
+// Multiplies up to ROWS_AT_ONCE rows with one panel, with tile registers. `num_words` is a multiple of ROWS_AT_ONCE.
 template <class T, class OUT>
 ALONE void multiply_rows_on_tiles(const Addresses<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
                                   const char* next) {
@@ -112,7 +112,7 @@ ALONE void multiply_rows_on_tiles(const Addresses<T, OUT>& at, long num_rows, co
     }
 }
 
-// Up to ROWS_AT_ONCE rows times one panel, while lines of the `next` one are fetched.
+// Multiplies up to ROWS_AT_ONCE rows with one panel, and prefetches lines of the panel `next`.
 template <class T, class OUT>
 INLINE void multiply_rows(const Addresses<T, OUT>& at, long num_rows, Ahead ahead, long num_words, const word* panel, const char* next) {
     if constexpr (ON_TILES<T>) {
@@ -125,7 +125,7 @@ INLINE void multiply_rows(const Addresses<T, OUT>& at, long num_rows, Ahead ahea
     }
 }
 
-// The same for the last panel, if it is not full: what lies beside its columns is neither read nor written.
+// Multiplies rows as `multiply_rows` does, with a last panel that is not full. Memory beside its columns is not touched.
 template <class T, class OUT>
 ALONE void multiply_part(const Addresses<T, OUT>& at, long num_columns, long num_rows, long num_words, const word* panel) {
     alignas(64) T bias[PANEL] = {}, residual[ROWS_AT_ONCE<T> * PANEL] = {};
@@ -139,15 +139,15 @@ ALONE void multiply_part(const Addresses<T, OUT>& at, long num_columns, long num
     for (long i = 0; i < num_rows; i++) memcpy(at.y + i * at.stride, y + i * PANEL, num_columns * sizeof(OUT));
 }
 
-// Rows [first, end) times one panel; `next` is the one that this thread needs then.
+// A part of a product: rows [first, end) times one panel. `next` is the panel that this thread needs afterwards.
 template <class T>
 struct Part {
     long panel, next, first, end;
 
     long num_tiles() const { return (end - first + ROWS_AT_ONCE<T> - 1) / ROWS_AT_ONCE<T>; }
-    // Of about the same size: with few sums a tile waits for each, and has no time to fetch anything.
+    // Returns the rows of each tile. All tiles have about the same size: a small tile waits for its sums, and cannot prefetch.
     long tile_rows() const { return (end - first + num_tiles() - 1) / num_tiles(); }
-    // What the tile that begins with `row` fetches of the next panel.
+    // Returns the lines of the next panel that the tile beginning with `row` prefetches.
     Ahead ahead_of(long row) const {
         if (next == panel) return {0, 0};
         return Ahead::of((row - first) / tile_rows(), num_tiles());
@@ -249,7 +249,7 @@ ALONE void pack(const T* weights, long num_columns, long depth, word* packed) {
     }
 }
 
-// The packed rows `ids` of W, in the order of W: what an embedding looks up.
+// Copies the rows `ids` of the packed W to `rows`, as an embedding does.
 template <class T>
 ALONE void unpack(const word* packed, long depth, const int64_t* ids, long num_ids, T* rows) {
     const long num_words = depth / PER_WORD<T>;
@@ -261,7 +261,7 @@ ALONE void unpack(const word* packed, long depth, const int64_t* ids, long num_i
     }
 }
 
-// Words of a packed matrix.
+// Returns the number of words of a packed matrix.
 INLINE int64_t count_words(int64_t num_columns, int64_t num_words) {
     return (num_columns + PANEL - 1) / PANEL * PANEL * num_words;
 }

@@ -20,24 +20,24 @@
 namespace {
 
 constexpr auto EXCHANGE_PATIENCE = std::chrono::microseconds(50);
-constexpr int LOOK_MS = 100;  // a waiter looks so often whether the other side has closed, should its wake have been missed
+constexpr int LOOK_MS = 100;  // milliseconds between two looks of a waiter whether the other side has closed: a wake may be missed
 constexpr timespec EXCHANGE_LOOK = {0, LOOK_MS * 1'000'000};
 
 enum class Counter : uint32_t { BEGUN, ASKED, ANSWERED, COMPUTED, NONE };
 
-// What goes over a stream: `num_bytes` bytes that one side has written at `offset`, and the counter that has grown behind them.
+// The header of a message on a stream: `num_bytes` bytes follow, which one side has written at `offset`. Then `counter` is `value`.
 struct Frame {
     Counter counter;
     uint32_t value;
     uint64_t offset, num_bytes;
 };
 
-// This process's end of a stream. In memory that both processes map all of it is 0, and neither uses it.
+// This process's end of a stream. In a mailbox that both processes map, all fields are 0 and unused.
 struct Wire {
     uint64_t mailbox_bytes;  // 0 where both processes map the mailbox
     int32_t descriptor;
-    int64_t timeout_ms;  // for which the other side may take nothing; 0: for ever
-    Frame frame;         // the one that arrives
+    int64_t timeout_ms;  // the time for which the other side may take nothing; 0: no limit
+    Frame frame;         // the frame that arrives
     uint64_t num_received;
 
     bool is_connected() const { return mailbox_bytes != 0; }
@@ -60,7 +60,7 @@ struct Mailbox {
 constexpr uint64_t COUNTERS_BYTES = 4096;
 static_assert(sizeof(Mailbox) <= COUNTERS_BYTES);
 
-// Unlike in idle_cores.h the waiter is in another process.
+// Wakes a waiter that is in another process, unlike in idle_cores.h.
 INLINE void wake_other(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 inline void close_exchange(Mailbox& mailbox) {
@@ -74,7 +74,7 @@ inline void close_exchange(Mailbox& mailbox) {
 
 enum class Received { SOME, NOTHING, END };
 
-// Takes what has arrived of one frame. A frame that does not fit ends the stream.
+// Receives the bytes of one frame that have arrived. A frame that does not fit ends the stream.
 inline Received receive_part(Mailbox& mailbox) {
     Wire& wire = mailbox.wire;
     Frame& frame = wire.frame;
@@ -99,7 +99,7 @@ inline Received receive_part(Mailbox& mailbox) {
     return Received::SOME;
 }
 
-// Takes what has arrived; waits for that long if nothing has.
+// Receives bytes that have arrived. If there are none, waits for at most `wait_ms`.
 inline void receive(Mailbox& mailbox, int wait_ms) {
     const Received received = receive_part(mailbox);
     if (received == Received::END) return close_exchange(mailbox);
@@ -108,15 +108,15 @@ inline void receive(Mailbox& mailbox, int wait_ms) {
     poll(&arrival, 1, wait_ms);
 }
 
-// Takes all that has arrived.
+// Receives all bytes that have arrived.
 inline void receive_all(Mailbox& mailbox) {
     Received received;
     while ((received = receive_part(mailbox)) == Received::SOME) {}
     if (received == Received::END) close_exchange(mailbox);
 }
 
-// Sends what this side has written. Takes what arrives meanwhile: else both sides could wait for each other. A helper that computes
-// takes nothing for a layer's time.
+// Sends a frame, and the bytes that this side has written. Receives meanwhile, else both sides could wait for each other. While a
+// helper computes a layer, it takes nothing.
 inline void send_frame(Mailbox& mailbox, Frame frame) {
     const Wire& wire = mailbox.wire;
     iovec parts[] = {{&frame, sizeof frame}, {reinterpret_cast<char*>(&mailbox) + frame.offset, frame.num_bytes}};
@@ -146,13 +146,13 @@ inline void send_frame(Mailbox& mailbox, Frame frame) {
     }
 }
 
-// Shows bytes of the mailbox, which this side has written, to the other side, and then that `counter` is `value`.
+// Sends bytes of the mailbox that this side has written, and then the `value` of `counter`, if the sides share no memory.
 inline void show(Mailbox& mailbox, const void* data, uint64_t num_bytes, Counter counter = Counter::NONE, uint32_t value = 0) {
     const uint64_t offset = uint64_t(static_cast<const char*>(data) - reinterpret_cast<const char*>(&mailbox));
     if (mailbox.wire.is_connected()) send_frame(mailbox, {counter, value, offset, num_bytes});
 }
 
-// Counts a counter of this side up, behind bytes that it has written.
+// Counts a counter of this side up, after this side has written bytes.
 inline void count_up(Mailbox& mailbox, Counter counter, const void* data, uint64_t num_bytes) {
     std::atomic<uint32_t>& count = mailbox.count(counter);
     count.store(count.load() + 1);
@@ -160,8 +160,8 @@ inline void count_up(Mailbox& mailbox, Counter counter, const void* data, uint64
     if (!mailbox.wire.is_connected()) wake_other(count);
 }
 
-// Counts a layer of a pass that is answered as a whole, for which nobody waits asleep. Takes what has arrived over a stream: the
-// owner may send another pass meanwhile.
+// Counts a layer of a pass that is answered as a whole. Wakes nobody. Receives from the stream, because the owner may send another
+// pass meanwhile.
 inline void layer_computed(Mailbox& mailbox) {
     const uint32_t computed = mailbox.computed.fetch_add(1) + 1;
     if (!mailbox.wire.is_connected()) return;
@@ -169,7 +169,8 @@ inline void layer_computed(Mailbox& mailbox) {
     receive_all(mailbox);
 }
 
-// False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`. `is_due` may put `end` off.
+// Waits until `is_due` holds for the value of `word`. Returns false if the exchange is closed before, or `end` has passed. `is_due`
+// may put `end` off.
 template <class F>
 bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due,
                 const Clock::time_point& end = Clock::time_point::max()) {
@@ -189,8 +190,8 @@ bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due,
     return true;
 }
 
-// False when the exchange is closed, or the helper takes that time for a layer, before so many passes are answered as a whole
-// (hosted_layers.py).
+// Waits until the passes up to `number` are answered as a whole (hosted_layers.py). Returns false if the exchange is closed before,
+// or if the helper takes longer than `timeout_ms` for a layer.
 inline bool wait_answer(Mailbox& mailbox, uint32_t number, int64_t timeout_ms) {
     const uint32_t num_ahead = mailbox.begun.load() - number;  // passes behind this one, which may be answered too
     const auto layer_end = [=] { return Clock::now() + std::chrono::milliseconds(timeout_ms); };

@@ -1,10 +1,10 @@
 // A part of attention in another process, the *helper*, through a mailbox: some KV heads, or the first keys of sequences.
 //
-// Per layer the owner of the sequences puts what the helper needs into it, computes its own part, and takes the results. With
-// heads these are their queries, keys and values: the helper writes keys and values to the pages that it hosts, and attends. Heads
-// do not depend on each other: each result has the bits that the owner would have computed. With keys these are the queries of
-// all heads, of sequences that have pages at the helper: it attends to these pages, and both results are merged by the
-// denominators of their softmaxes.
+// For each layer the owner of the sequences puts the helper's input into the mailbox, computes its own part, and takes the results.
+// If the helper has heads, the input is these heads' queries, keys and values: the helper writes keys and values to its pages, and
+// attends. Heads do not depend on each other: each result has the bits that the owner would have computed. If the helper has
+// keys, the input is the queries of all heads, of sequences that have pages at the helper: the helper attends to these pages, and
+// both results are merged by the denominators of their softmaxes.
 //
 // Owns: the order of these steps. Does not know: who the other process is, how a batch is described to it.
 #pragma once
@@ -25,15 +25,15 @@ struct Exchange {
     const T* answers;
     const int64_t* tokens;  // where the helper has keys: the tokens whose sequences have pages there
     int64_t num_tokens;
-    float* lse;             // there also: the owner's own, [tokens of the pass, num_heads]
-    int32_t num_heads, num_kv_heads;  // of queries that are asked for; of keys and values that go with them
+    float* lse;             // where the helper has keys: the owner's logarithms, [tokens of the pass, num_heads]; else null
+    int32_t num_heads, num_kv_heads;  // heads of the queries that are sent, and of the keys and values that are sent with them
     int64_t timeout_ms;
 
     bool has_keys() const { return lse != nullptr; }
     int num_moved_heads() const { return has_keys() ? 0 : num_heads; }
     int num_moved_kv_heads() const { return has_keys() ? 0 : num_kv_heads; }
 
-    // `qkv` has the queries, keys and values of all heads, moved ones last.
+    // Sends the helper's input of one layer. `qkv` has the queries, keys and values of all heads, moved heads last.
     void ask(const T* qkv, long num_tokens_of_pass, const Pages& size) const {
         const long head_dim = size.head_dim, queries = num_heads * head_dim, keys = num_kv_heads * head_dim;
         const long end_of_queries = size.num_heads * head_dim, all_kv = size.num_kv_heads * head_dim;
@@ -48,7 +48,7 @@ struct Exchange {
         count_up(*mailbox, Counter::ASKED, asked, uint64_t(to - asked) * sizeof(T));
     }
 
-    // Adds the helper's results to the owner's own in `out`, which has rows of `out_stride`. False if none come.
+    // Waits for the helper's results, and puts them into `out`, which has rows of `out_stride`. Returns false if none come.
     bool take(T* out, long num_tokens_of_pass, long out_stride, long head_dim) const {
         const uint32_t number = mailbox->asked.load();
         const auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
@@ -64,8 +64,8 @@ struct Exchange {
         return true;
     }
 
-    // Of all heads of one token: exp(l1 - l) o1 + exp(l2 - l) o2 with l = log(exp l1 + exp l2). The helper may have seen no key (its
-    // l2 is -inf, o2 0); the owner has seen the token itself.
+    // Merges both results of all heads of one token: exp(l1 - l) o1 + exp(l2 - l) o2 with l = log(exp l1 + exp l2). If the helper
+    // has seen no key, its l2 is -inf and its o2 is 0. The owner has seen at least the token itself.
     void merge(T* out, long row, long head_dim) const {
         const float *own = lse + tokens[row] * num_heads;
         const float *others = reinterpret_cast<const float*>(answers + num_tokens * num_heads * head_dim) + row * num_heads;
@@ -87,8 +87,8 @@ struct HostedLayer {
     T* kv;
 };
 
-// Answers the layers of pass `number`. False when the exchange is closed, or the owner has begun another pass. `pages` and
-// `offsets` say where keys and values of moved heads are written; where the owner has all new keys, they are null.
+// Answers the layers of pass `number`. Returns false if the exchange is closed, or if the owner has begun another pass. `pages` and
+// `offsets` are the token slots for keys and values of moved heads; they are null if the owner has all new keys.
 template <class T>
 bool host_layers(Mailbox& mailbox, uint32_t number, const HostedLayer<T>* layers, long num_layers, const int64_t* pages,
                  const int64_t* offsets, long num_tokens, const T* asked, T* answers) {

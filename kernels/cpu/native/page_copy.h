@@ -10,7 +10,7 @@
 
 namespace {
 
-// Where a page's part lies in both arrangements: that of page p of an arrangement begins p strides behind the first page's.
+// The place of a page's part in both arrangements: the part of page p begins p strides behind the part of the first page.
 struct PagePart {
     const char* source;
     char* target;

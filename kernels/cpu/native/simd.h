@@ -1,8 +1,8 @@
 // Vectors of one instruction set, chosen by the compiler's flags: AVX2, AVX512, AVX512 with BF16.
 //
 // A word is 32 bits: one float32, or two adjacent bfloat16. Matrix products go over words, so that one piece of
-// code serves both types. Where a processor has no instruction for the product of two bfloat16, both halves
-// of a word are widened and multiplied in float32.
+// code serves both types. If a processor has no instruction for the product of two bfloat16, both halves of a
+// word are widened and multiplied in float32.
 //
 // Owns: the instructions. Does not know: what is computed.
 #pragma once
@@ -14,7 +14,7 @@
 #include <cstring>
 
 #define INLINE static inline __attribute__((always_inline))
-// A function of its own: an inner loop has all registers for itself, and compiling takes seconds, not minutes.
+// Such a function is never inlined: so its inner loop has all registers, and compiling takes seconds, not minutes.
 #define ALONE static __attribute__((noinline))
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
@@ -219,8 +219,8 @@ INLINE void transpose(Words (&r)[WIDTH]) {
 
 INLINE Floats zero() { return set(0.0f); }
 
-// Lanes are summed as numbers 8 apart one after the other, then those sums in the order (i, i + 4), (i, i + 2),
-// (i, i + 1), whatever the instruction set: attention computes the same sums in two ways.
+// Numbers that are 8 apart are summed one after the other; then these 8 sums in the order (i, i + 4), (i, i + 2),
+// (i, i + 1). The order is the same in every instruction set, and in both ways in which attention computes the sums.
 constexpr int SUMS = 8;
 
 INLINE float sum(__m256 totals) {
@@ -232,7 +232,7 @@ INLINE float sum(__m256 totals) {
 INLINE Floats load_floats(const float* p) { return load(p); }
 INLINE void store_floats(float* p, Floats x) { store(p, x); }
 
-// What `dot` multiplies: words as the processor wants them.
+// A factor of `dot`: words in the form that the processor's instruction takes.
 template <class T>
 struct Operand;
 
@@ -264,10 +264,10 @@ INLINE Floats dot(Floats c, Operand<bf16> a, Operand<bf16> b) {
 }
 #endif
 
-// c[i][j] += sum over k < depth of panel[k][j] * rows[i][k], in the order of k whatever the tile's shape.
+// Adds to c[i][j] the sum over k < depth of panel[k][j] * rows[i][k], in the order of k whatever the tile's shape.
 //
 // Strides and depth count words: rows[i][k] is `rows[i * row_stride + k * rows_depth_stride]`, panel[k][j] a vector at
-// `panel[k * panel_stride + j * WIDTH]`. On the way, LINES cache lines for each k are fetched from `ahead` on.
+// `panel[k * panel_stride + j * WIDTH]`. Meanwhile LINES cache lines for each k are prefetched, from `ahead` on.
 template <class T, int LINES = 0, int ROWS, int VECTORS>
 INLINE void multiply(Floats (&c)[ROWS][VECTORS], const void* rows, long row_stride, long rows_depth_stride,
                      const void* panel, long panel_stride, long depth, const void* ahead = nullptr) {
@@ -286,7 +286,8 @@ INLINE void multiply(Floats (&c)[ROWS][VECTORS], const void* rows, long row_stri
     }
 }
 
-// 2^x for x <= 0, exactly 1 at 0 and exactly 0 from -127 on. Relative error 2e-7 down to -125, for bfloat16 1e-4.
+// Returns 2^x for x <= 0: exactly 1 at 0, and exactly 0 for x <= -127. The relative error is 2e-7 for x >= -125; 1e-4 for
+// bfloat16.
 template <class T>
 INLINE Floats exp2_of(Floats x) {
     const Floats lowest = set(-127.0f), round = set(12582912.0f);  // 1.5 * 2^23: the sum's last bit is worth 1

@@ -1,7 +1,7 @@
 // Tile registers (AMX), which multiply up to 16 rows of 16 words with 16 words of 16 columns in one instruction.
 //
-// An element of a product is summed in the order of the words, whatever the number of rows and columns beside it, and
-// whichever of both matrices is the left one.
+// An element of a product is summed in the order of the words. The order depends neither on the number of other rows and
+// columns, nor on which of the two matrices is the left one.
 //
 // Owns: the registers. Does not know: what is multiplied.
 #pragma once
@@ -18,7 +18,7 @@ constexpr bool ON_TILES = false;
 template <class T>
 constexpr int ROWS_AT_ONCE = TILE_ROWS;
 
-// Configures this thread's tile registers for so many left rows, and releases them when it is destroyed.
+// Configures this thread's tile registers for a number of left rows, until the object is destroyed.
 template <class T>
 struct TileRegisters {
     explicit TileRegisters(long) {}
@@ -33,7 +33,7 @@ constexpr bool ON_TILES<bf16> = true;
 template <>
 constexpr int ROWS_AT_ONCE<bf16> = TILE_SIDE;
 
-// What LDTILECFG reads: the sums are in tiles 0 to 3, the left rows in tile 4, the right words in tile 5.
+// The operand of LDTILECFG: the sums are in tiles 0 to 3, the left rows in tile 4, the right words in tile 5.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t num_row_bytes[16] = {};
@@ -57,9 +57,9 @@ struct TileRegisters<bf16> {
     ~TileRegisters() { _tile_release(); }
 };
 
-// sums[i][j] = sum over k < depth of rows[i][k] * panel[k][j], plus what was in `sums` if ADDS, for as many i as the
-// registers have rows, and VECTORS * TILE_SIDE columns. Depth, a multiple of TILE_SIDE, and the strides of rows and
-// panel count words. Calls `before_step(k)` every TILE_SIDE words.
+// Sets sums[i][j], or adds to it if ADDS, the sum over k < depth of rows[i][k] * panel[k][j]: for all rows of the registers,
+// and VECTORS * TILE_SIDE columns. Depth, a multiple of TILE_SIDE, and the strides of rows and panel count words. Calls
+// `before_step(k)` every TILE_SIDE words.
 template <int VECTORS, bool ADDS, class F = void (*)(long)>
 INLINE void multiply_tiles(const void* rows, long row_stride, const word* panel, long panel_stride, long depth, float* sums,
                            long sums_stride, F before_step = [](long) {}) {

@@ -67,7 +67,7 @@ class SequenceBlocks:
         return not self._holdings
 
     def num_reserved_pages(self, number: int) -> int:
-        """Return how many pool pages were reserved for a sequence, one for each block that the pool lacked."""
+        """Return how many pool pages were reserved for a sequence: one for each missing block."""
         holding = self._holdings.get(number)
         if holding is None or holding.reservation is None:
             return 0
