@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# A block of query rows: many rows make good matrix products, few keep rows times keys small.
+# Limits of a block of query rows: many rows make fast matrix products, few rows need few scores at a time.
 _MAX_BLOCK_ROWS = 128
 _MIN_BLOCK_ROWS = 16
 _MAX_BLOCK_SCORES = 1 << 19
-# Decode queries with fewer keys than this are not split by length.
+# Decode queries with at most this number of keys are computed together, whatever their lengths.
 _MIN_SPLIT_KEYS = 256
 
 
@@ -212,7 +212,7 @@ def _plan_prefill(
     block_rows = _MAX_BLOCK_SCORES // num_seen // _MIN_BLOCK_ROWS * _MIN_BLOCK_ROWS
     block_rows = min(_MAX_BLOCK_ROWS, max(_MIN_BLOCK_ROWS, block_rows))
     spans = [(s, min(s + block_rows, query_len)) for s in range(0, query_len, block_rows)]
-    # Whole pages, so that each block's part of the mask begins at an aligned address, as CUDA kernels want.
+    # Blocks begin with whole pages, so that their parts of the mask are aligned, as CUDA kernels want.
     first_pages = [_first_seen(start + first, sliding_window) // geometry.page_size for first, _ in spans]
     first_keys = [page * geometry.page_size for page in first_pages]
     # One mask serves all blocks. Column c is the key `c - reach` positions after a block's first query.

@@ -114,7 +114,7 @@ def _attend_part(
     if split >= num_parts:
         return
     pages += first_page
-    # This program's keys, [begin, stop): its part of those in the window, in whole blocks of keys.
+    # This program's keys, [begin, stop): a part of the keys in the window, in whole blocks.
     begin = first_seen // BLOCK_KEYS * BLOCK_KEYS + split * part_keys
     stop = tl.minimum(end, begin + part_keys)
 
@@ -137,7 +137,7 @@ def _attend_part(
         offsets = key_offsets(
             pages, keys, start, is_key, kv_head, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_KEYS
         )
-        # What lies behind the last token may be anything: 0 * NaN is NaN, so it is not even loaded.
+        # Memory behind the last token may hold NaN, and 0 * NaN is NaN: so it is not even loaded.
         k = tl.load(
             kv_layer + offsets[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
         )
@@ -147,7 +147,7 @@ def _attend_part(
         )  # fmt: skip
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where((is_key & (keys >= first_seen))[None, :], scores, float("-inf"))
-        # Never -inf: the first key that is seen lies in the first block, all later blocks are seen.
+        # `new_highest` is never -inf, because the first block has a visible key.
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)

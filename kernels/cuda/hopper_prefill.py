@@ -181,7 +181,7 @@ def _consume(
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     num_keys = position + num_tokens - begin - last * BLOCK_KEYS
     if num_keys < BLOCK_KEYS:
-        # What lies behind the last token may be anything, and 0 * NaN is NaN. Both halves write the same.
+        # Memory behind the last token may hold NaN, and 0 * NaN is NaN. Both halves write the same values.
         key = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, LINES))
         v_last.store(gl.where((key < num_keys)[:, None], v_last.load(LINES), 0.0).to(v_ring.dtype))
         fence_async_shared()

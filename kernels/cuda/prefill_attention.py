@@ -97,7 +97,7 @@ def _attend_keys(
         k_at = kv_layer + offsets[None, :] + dim[:, None]
         v_at = kv_layer + PAGE_SIZE * HEAD_DIM + offsets[:, None] + dim[None, :]
         if IS_MASKED:
-            # What lies behind the last token may be anything: 0 * NaN is NaN, so it is not even loaded.
+            # Memory behind the last token may hold NaN, and 0 * NaN is NaN: so it is not even loaded.
             k = tl.load(k_at, mask=is_key[None, :] & is_dim[:, None], other=0.0)
             v = tl.load(v_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
         elif BLOCK_DIM == HEAD_DIM:

@@ -151,7 +151,7 @@ class DeviceKVCache:
         if self.device.type != "cpu":
             return
         arrangement = self._arrangement
-        layer_bytes = [tensor.nbytes for tensor in self._tensors]  # none while the cache is reset
+        layer_bytes = [tensor.nbytes for tensor in self._tensors]  # empty while the cache is reset
         for start in range(0, max(layer_bytes, default=0), HUGE_PAGE_BYTES):
             for number in range(len(self._tensors)):
                 began_s = time.perf_counter()
@@ -163,7 +163,7 @@ class DeviceKVCache:
 
     def _populate(self, number: int, start: int) -> None:
         end = start + HUGE_PAGE_BYTES
-        for layer in self._tensors[number : number + 1]:  # none while the cache is reset
+        for layer in self._tensors[number : number + 1]:  # empty while the cache is reset
             page_bytes = layer[0].nbytes
             with self._memory_lock:
                 if not layer.is_meta and self._lent.isdisjoint(

@@ -29,7 +29,7 @@ from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import TensorShard, part_of
 from workers.engine.weights import Weights
 
-if TYPE_CHECKING:  # they import Triton, which a CPU does without
+if TYPE_CHECKING:  # these modules import Triton, which may be missing
     from workers.engine.decode_graphs import DecodeGraphs
     from workers.engine.layers.gpu import TritonLayers
 

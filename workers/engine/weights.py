@@ -207,7 +207,7 @@ class Weights:
     def _unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parts of stacked tensors as views, with the parts' names, and other tensors unchanged."""
         for saved_name, tensor in tensors:
-            # Older OPT checkpoints are of the model without its head.
+            # Older OPT checkpoints were saved from the model without its head.
             name = f"model.{saved_name}" if saved_name.startswith("decoder.") else saved_name
             packed = _PACKED_NAME.fullmatch(name)
             names = [f"{packed[1]}{part}{packed[3]}" for part in _PACKED_PARTS[packed[2]]] if packed else []

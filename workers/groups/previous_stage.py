@@ -160,7 +160,7 @@ class PreviousStage:
                 case Pin() | Unpin() | Replicate() | DropCopies():
                     keep(message)
                 case StageWelcome() | StageRefused():
-                    pass  # said again, in answer to a hello that was late
+                    pass  # sent again, in answer to a late hello
                 case _:
                     if follow is None:
                         raise SessionLostError(f"{self._name} sent {type(message).__name__} to no rank")

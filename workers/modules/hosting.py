@@ -100,7 +100,7 @@ class ModulesHost:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)  # of an earlier session
+                os.unlink(self._path)  # left by an earlier session
             listener.bind(self._path)
             listener.listen(_MOST_WAITING)
             while True:

@@ -72,7 +72,7 @@ class PagesClient:
         """Take ownership of `sock`."""
         self._shape, self.pages_at_a_time = shape, shape.pages_at_a_time
         self._sock, self._lock = sock, threading.Lock()
-        weakref.finalize(self, sock.close)  # not before: a call in progress would use the closed descriptor
+        weakref.finalize(self, sock.close)  # `close` does not, as a call may still use the descriptor
         sock.settimeout(timeout_s)
 
     def new_blocks(self, num_layers: int, num_pages: int) -> torch.Tensor:

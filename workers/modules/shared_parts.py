@@ -172,7 +172,7 @@ class _HostedLayers:
             layers = described.layers
             if not self._kv.layers.start <= layers.start < layers.stop <= self._kv.layers.stop:
                 raise ValueError(f"expected some of the layers {self._kv.layers}, got {layers}")
-            # Hidden states stand for tokens here.
+            # The input is hidden states: of the tokens only their number counts.
             chunks = [
                 Chunk([0] * query_len, kv_len - query_len, table.tolist())
                 for query_len, kv_len, table in zip(

@@ -55,7 +55,7 @@ class FollowerStage(Stage):
         hidden = self._executor.prefill(parts, self._transfers)
         are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
         ends = self._ends(parts, are_computed, are_last)
-        if ends:  # the leader draws, from logits of which this rank has a part
+        if ends:  # the leader draws from the logits, of which this rank computes a part
             self._executor.model.logits(hidden[list(ends.values())])
         return are_computed
 

@@ -149,7 +149,7 @@ class PrefillRunner:
                     first = await self._first_token(queued, job)
                     await stage.store(job)
                     self._queue.remove(queued)
-                    self._admit_next()  # prompts that wait for its blocks
+                    self._admit_next()  # prompts may wait for this one's blocks
                     self.num_tokens += job.num_tokens_by_source(stage.page_size)
                     self._unanswered.discard(order.ref)
                     await self._send(Prefilled(order.ref, first.token, job.num_cached_tokens, first.logprobs))

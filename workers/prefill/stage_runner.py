@@ -83,7 +83,7 @@ class StageRunner:
             raise
         except (MooncakeError, OutOfPages) as error:
             if self._stage.pool.closed.is_set():
-                return  # the session ends, and with it all that is here
+                return  # the session ends, and with it all prompts here
             log.warning("prefill of %s failed: %s", begin.order.ref.request_id, error)
             await self._before.send(StageFailed(begin.job_id, str(error)))
 
@@ -125,7 +125,7 @@ class StageRunner:
             job = self._stage.jobs.get(chunk.job_id)
             if job is not None and job.round == chunk.round and await self._begins(job, chunk):
                 begun.append((job, chunk, of_chunk))
-        # A prompt may have ended while another was waited for.
+        # A prompt may have ended during the wait for another one.
         begun = [(job, chunk, of_chunk) for job, chunk, of_chunk in begun if self._wants(job, chunk)]
         if not begun:
             return
@@ -134,7 +134,7 @@ class StageRunner:
         computed = await self._stage.compute(in_pass, torch.cat(hidden))
         for (job, _), chunk, result in zip(in_pass, chunks, computed.results, strict=True):
             if job.round != chunk.round:
-                continue  # another stage lacks what was to be reused
+                continue  # another stage lacks blocks that were to be reused
             if result.first_token is not None:
                 await self._before.send(FirstDrawn(job.job_id, job.round, *result.first_token))
             elif not result.is_computed and job.lacks_reuse:

@@ -97,7 +97,7 @@ class RankRunner(StageRunner):
 
     async def _prefill(self, announced: PrefillPass) -> None:
         begun = [await self._job_of(chunk) for chunk in announced.ranges]
-        # A prompt may have ended while another was waited for.
+        # A prompt may have ended during the wait for another one.
         jobs = [
             job if job is not None and self._wants(job, chunk) else None
             for job, chunk in zip(begun, announced.ranges, strict=True)

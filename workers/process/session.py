@@ -90,7 +90,7 @@ class LeaderSession:
         Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
         """
         try:
-            await asyncio.to_thread(self._executor.load_freed_layers)  # that the previous session has freed
+            await asyncio.to_thread(self._executor.load_freed_layers)  # freed by the previous session
         except ModelError as error:  # the checkpoint may be readable again later
             raise SessionLostError(str(error)) from None
         await await_leader(self._leaders)
@@ -120,7 +120,7 @@ class LeaderSession:
             await LatestStats.of(pool),
             lambda: self._engines,
         )
-        # Not in the group, which may end late: the Conductor is told meanwhile.
+        # The task is not in the group, which may end late: the Conductor is told at once.
         leaving = asyncio.create_task(self._leave_when_a_rank_is_lost(), name="leaving the conductor")
         try:
             async with contextlib.AsyncExitStack() as stack, session_tasks(pool) as group:

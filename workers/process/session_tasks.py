@@ -32,7 +32,7 @@ async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
         ended_by = SessionLostError(str(_first_of(errors)))
     except* (ConfigError, EngineLostError) as errors:
         ended_by = _first_of(errors)
-    # Not raised above: before Python 3.11.4 it would be wrapped in a group again, which nobody expects.
+    # Raised here and not above: before Python 3.11.4 the error would be wrapped in a group again.
     if ended_by is not None:
         raise ended_by
 

@@ -63,8 +63,8 @@ class VllmDecode:
     async def _compute_and_generate(self, order: Reserve) -> None:
         await self._send(Reserved(order.ref, Grant(0, self._pool.address, [])))
         answer = _Answer(order.ref, order.request)
-        # vLLM tells the number at the end only. It computes at least the last block, and what it loads from
-        # the pool does not count.
+        # vLLM tells the number of cached tokens only at the end. It computes at least the last block. Tokens
+        # that it loads from the pool do not count.
         num_blocks = (len(order.request.token_ids) - 1) // self._pool.segment.layout.block_size
         keys = order.request.block_keys[:num_blocks]
         answer.num_cached_tokens = self._server.kv_events.blocks.num_leading_tokens(keys)

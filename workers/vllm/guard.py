@@ -41,7 +41,7 @@ def main() -> None:
     command = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_stdin, args=[command], daemon=True).start()
     status = command.wait()
-    _kill(command.pid)  # what the command has left
+    _kill(command.pid)  # processes that the command has left behind
     _unregister_ended(Path("/dev/shm"))
     os._exit(status if status >= 0 else 128 - status)
 

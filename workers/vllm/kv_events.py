@@ -47,7 +47,7 @@ class KVEventFollower:
 
     async def follow(self, tell: Tell) -> None:
         """Call `tell` with all cached blocks, then with each change, until cancelled."""
-        await self._replayed()  # what was published before the subscription
+        await self._replayed()  # batches that were published before the subscription
         await tell([KVStored(Tier.DEVICE, self.blocks.keys)])
         while True:
             _, number, payload = await self._live.recv_multipart()

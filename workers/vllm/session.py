@@ -128,7 +128,7 @@ class VllmSession:
                     await link.tell(
                         WorkFailed(ref, "requests of vLLM's instances do not move", retryable=True)
                     )
-                case PlaceModules():  # which no heartbeat will confirm
+                case PlaceModules():  # no heartbeat will confirm the order
                     log.warning("modules of vLLM's instances do not move: an order is ignored")
                 case _:
                     assert_never(message)

@@ -55,7 +55,7 @@ class TBTPredictor:
         self._mean_b += b / self._weight
         self._mean_k += k / self._weight
         self._mean_s += s / self._weight
-        share = 1.0 - 1.0 / self._weight  # of a deviation from the old mean, what is left from the new mean
+        share = 1.0 - 1.0 / self._weight  # the share of a deviation that is left from the new mean
         old = self._moments
         self._moments = _Moments(
             DECAY * old.bb + share * b * b,
