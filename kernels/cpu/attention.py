@@ -2,8 +2,8 @@
 
 Reference: `kernels.attention`, with the same semantics. Bytes moved: pages are read where they lie. In
 prefill, a page is read once for every TILES tiles of queries that see the page (a tile has COLUMNS pairs of
-query and head); in decode, it is read once. Queries are read and results written once. Scores never leave the
-processor's caches.
+query and head; attention_blocks.h); in decode, it is read once. Queries are read and results written once.
+Scores never leave the processor's caches.
 
 The result of a token does not depend on its batch, nor on how its sequence was cut into chunks, bit for bit.
 

@@ -104,7 +104,8 @@ class Elementwise:
 
         `qkv` [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; head_dim % 32 == 0.
         `kv_layer` [num_pages, num_kv_heads, 2, page_size, head_dim]. The rotated pairs are elements
-        (i, i + head_dim / 2). The keys in `qkv` are undefined afterwards.
+        (i, i + head_dim / 2). `norms` come before the rotation; None if the model has none. The keys in `qkv`
+        are undefined afterwards.
         """
         num_pages, num_kv_heads, _, page_size, head_dim = kv_layer.shape
         num_tokens, num_rows, _ = qkv.shape

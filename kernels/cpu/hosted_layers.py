@@ -1,8 +1,8 @@
 """Whole layers of passes in a helper's process (BanaServe, section 4.1, figure 3).
 
 Both processes have a mailbox, in which the owner of the sequences describes a pass and puts the hidden states
-that enter these layers. The helper computes the layers with its own weights, and puts the hidden states that
-leave them in the same place. Bytes exchanged for each token: two rows of hidden states.
+that enter these layers. The helper computes the layers with its own weights, and replaces these hidden states
+by the output of the layers. Bytes exchanged for each token: two rows of hidden states.
 
 Up to `NUM_SLOTS` passes are in the mailbox at a time, so that both sides compute at once. The helper answers
 them in order.
@@ -27,7 +27,7 @@ NUM_SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class LayersShape:
-    """The sizes of a mailbox, which bound the pass that it can hold."""
+    """The sizes of a mailbox, which limit the passes that the mailbox can hold."""
 
     num_tokens: int
     """New tokens of a pass, over all its sequences."""
@@ -142,7 +142,7 @@ class LayersOwner(_LayersMailbox):
     def take(self, number: int) -> torch.Tensor:
         """Return the hidden states that leave the layers of a pass, `[T, hidden_size]`. Blocks.
 
-        Raises HelperLost, and then again for each later pass.
+        Raises HelperLost, and after that for each later pass too.
         """
         num_tokens = self._asked.pop(number)
         if self.is_closed or not self._code.await_answer(self._address, c_uint32(number), self._timeout_ms):

@@ -28,7 +28,7 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # a Linux without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     raw = torch.frombuffer(memory, dtype=torch.uint8)
     first = -raw.data_ptr() % HUGE_PAGE_BYTES
@@ -38,7 +38,7 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def populate(memory: torch.Tensor) -> None:
     """Allocate the huge pages of `memory` now rather than at their first use.
 
-    `memory` has whole huge pages, and its content stays. A kernel older than 5.14 allocates them at first use
+    `memory` has whole huge pages, and its content stays. A Linux older than 5.14 allocates them at first use
     all the same. Blocking: 0.1 s a GiB on bare metal, 2 s where the hypervisor, too, allocates memory at its
     first use.
     """

@@ -117,7 +117,8 @@ def rotate_and_write(
 
     `qkv`: contiguous `[T, num_heads + 2 * num_kv_heads, head_dim]`, queries, keys, values, in the pages'
     dtype. `kv_layer`: contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or
-    float16. Arithmetic is float32, rounded once. Raises ValueError for other tensors; slots are not checked.
+    float16. `norms` come before the rotation; None if the model has none. Arithmetic is float32, rounded
+    once. Raises ValueError for other tensors; slots are not checked.
     """
     check_pages(kv_layer)
     _, num_kv_heads, _, page_size, head_dim = kv_layer.shape

@@ -186,10 +186,10 @@ class DecodeRunner:
 
     @property
     def why_no_prompts(self) -> str:
-        """The reason why this instance can carry out no `Prefill` order; empty if there is no such reason.
+        """The reason why this instance can carry out no `Prefill` order; empty if it can.
 
-        A move of modules switches layers and heads between two iterations. At that time a prefill pass may be
-        running.
+        It cannot while modules are at a helper, or move: a move switches layers and heads between two
+        iterations, when a prefill pass might be running.
         """
         helper = self.modules.helper
         return f"modules of it are at {helper}, or move" if helper else ""

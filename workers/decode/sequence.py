@@ -79,7 +79,7 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens whose KVCache was found, not computed."""
     num_computed_tokens: int = 0
-    """Tokens after the cached tokens that iterations have computed, until the first token is drawn."""
+    """Tokens behind the cached ones that iterations have computed; counted until the first token is drawn."""
     state: SequenceState = SequenceState.NEW
     in_flight_until: int | None = None
     """The number of tokens with KVCache after the planned or running iteration; None if there is none."""

@@ -183,7 +183,7 @@ class Batch:
         return rotation_factors(*self.cos_sin, self.dtype)
 
     def plan(self, sliding_window: int | None) -> AttentionPlan:
-        """Return the plan of torch's attention for layers with this sliding window in tokens (None: none)."""
+        """Return the plan of torch's attention for layers with this sliding window; None: no window."""
         if sliding_window not in self._plans:
             tables = [torch.from_numpy(table) for table in self.page_tables]
             _, num_kv_heads, _, page_size, _ = self.kv_shape
@@ -200,7 +200,7 @@ class Batch:
     def attention(
         self, library: Library, heads: AttentionShape, sliding_window: int | None
     ) -> PagedAttention:
-        """Return the CPU's attention for layers with this sliding window in tokens (None: none)."""
+        """Return the CPU's attention for layers with this sliding window; None: no window."""
         if sliding_window not in self._attentions:
             kv_lens, tables = self._own
             self._attentions[sliding_window] = PagedAttention(

@@ -18,7 +18,7 @@ from workers.engine.helped_parts import Helped, HostedLayers, HostedPages, Moved
 from workers.engine.spec import ModelSpec
 
 GROWTH_SHARE = 1 / 16
-"""The number of this process's pages that shall stay free when a sequence gets pages, as a share of these.
+"""The pages of this process that shall stay free when a sequence gets pages, as a share of the sequence's.
 
 If fewer would stay free, more of the sequence's pages go to a helper, so that the sequence can grow here.
 """

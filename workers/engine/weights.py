@@ -175,8 +175,8 @@ class Weights:
     def dummy_tensors(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield small random values for each tensor of a checkpoint, float32 on the weights' device.
 
-        Values depend on `seed`, the tensor's name and the device's model only, not on stage or rank. A GPU's
-        values differ from a CPU's, and may differ from those of a GPU of another model.
+        Values depend on `seed`, the tensor's name and the kind of device only, not on stage or rank. A GPU's
+        values differ from a CPU's, and may differ from those of another kind of GPU.
         """
         for name, slot in self._slots.items():
             if name.endswith("norm.weight"):

@@ -40,8 +40,8 @@ class PassRecord:
         self._length = _NOBODY
         """The length field of the latest entry for the running pass.
 
-        It is the entry's bytes, `_UNKNOWN` if the requests are unknown or do not fit into the area, or
-        `_NOBODY` before the first entry.
+        It is the entry's number of bytes, `_UNKNOWN` if the requests are unknown or do not fit into the area,
+        or `_NOBODY` before the first entry.
         """
 
     def take(self) -> list[Ref] | None:

@@ -1,4 +1,4 @@
-"""The worker's part in a fetch of a prompt's blocks from another instance's pool into its own pool.
+"""The worker's part in a fetch of a prompt's blocks into its pool, from another instance: the *holder*.
 
 While bytes arrive, the messenger reports how many layers have arrived; the load thread waits for layers. Any
 failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not arrived by

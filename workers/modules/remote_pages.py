@@ -26,7 +26,7 @@ from mooncake.errors import TransferError
 _STAGED_BYTES = 8 << 20
 """The most bytes of pages in one message, unless a single page has more."""
 _HEADER = struct.Struct("<?III")
-"""Whether pages are written, first layer, end of the layers, number of pages."""
+"""The header: whether pages are written, first layer, end of the layers, number of pages."""
 _WRITTEN = b"\x01"
 
 

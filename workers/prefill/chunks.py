@@ -64,9 +64,9 @@ class ChunkPlan:
     `multiple`: a block of the KVCache, so that each chunk fills the blocks that it stores.
 
     m chunks take X stages the time `(cost + m * pass_cost) * (m + X - 1) / (m * X)`. With more chunks, stages
-    are idle for a shorter time at the beginning and the end of the prompt, but each chunk adds a fixed cost.
-    The time is least for m = `sqrt((X - 1) * cost / pass_cost)`. m is larger if otherwise a chunk would be
-    longer than `max_tokens`.
+    are idle for a shorter time at the beginning and the end of the prompt, but each chunk adds the fixed cost
+    of a pass, `pass_cost`. The time is least for m = `sqrt((X - 1) * cost / pass_cost)`. m is larger if
+    otherwise a chunk would be longer than `max_tokens`.
     """
 
     costs: LayerCosts

@@ -1,7 +1,7 @@
 """The session of an instance's first worker with its messenger and the Conductor.
 
 The session lasts until messenger or worker ends, or no Conductor is left. If another Conductor takes the
-place of the first one, the session reports to it the requests that go on.
+place of the first one, the session reports to the new Conductor the requests that the session continues.
 
 Owns: the worker's connections and the loop that reads orders. Does not know: how requests are computed.
 """

@@ -1,4 +1,4 @@
-"""The processes of a process group, as the kernel lists them.
+"""The processes of a process group, as Linux lists them.
 
 Owns: reading /proc. Does not know: what the processes do.
 """

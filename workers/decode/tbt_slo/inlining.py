@@ -79,7 +79,7 @@ class _PromptOrder:
             prompt.end = end
 
     def _together(self, ordered: list[_Prompt]) -> list[Sequence]:
-        """Return the prompts that share an iteration with the first one."""
+        """Return the first prompt, and the prompts that share an iteration with it."""
         num_tokens: Counter[str] = Counter()
         for prompt in self._prompts.values():
             num_tokens[prompt.flow.tenant] += prompt.sequence.num_tokens_to_plan
@@ -132,7 +132,7 @@ class PromptChunks:
         return [chunk for chunk in planned if chunk.num_tokens]
 
     def _num_tokens(self, ready: list[Sequence], sharing: list[Sequence], prompts: list[Sequence]) -> int:
-        """Return the number of tokens of `prompts` in an iteration with the sequences `sharing`."""
+        """Return the most tokens of `prompts` in an iteration with the sequences `sharing`."""
         decoded = [
             sequence for sequence in ready if not (sequence.num_tokens_to_plan and sequence.is_inlined)
         ]
