@@ -40,7 +40,7 @@ class HostedPass:
 
 
 def described_bytes(num_sequences: int, num_pages: int) -> int:
-    """Return the bytes of the longest description of `num_sequences` sequences on `num_pages` pages in all."""
+    """Return the bytes of the longest description of `num_sequences` sequences on `num_pages` pages."""
     return _INT_BYTES * (_NUM_HEADER_INTS + _NUM_LISTS * num_sequences + num_pages)
 
 

@@ -1,6 +1,6 @@
 """The admission of requests to a decode instance (Mooncake, section 3, step 4).
 
-A request first gets pages for its prompt. Then its prompt is prefilled, and its KVCache arrives.
+A request first gets pool pages for its prompt. Then its prompt is prefilled, and its KVCache arrives.
 
 Owns: the order of events until the sequence enters the batch. Does not know: how requests are placed, how
 bytes travel, what the batch does with the sequence.
@@ -79,9 +79,10 @@ class Arrivals:
             await self._runs.complete(sequence)
 
     async def _enter(self, sequence: Sequence, order: Reserve) -> None:
-        """Reserve pages for a sequence, and enter the sequence into the batch.
+        """Reserve pool pages for a sequence, and enter the sequence into the batch.
 
-        An inlined prompt enters at once, any other prompt when its KVCache has arrived."""
+        An inlined prompt enters at once, any other prompt when its KVCache has arrived.
+        """
         num_tokens, page_size = len(order.request.token_ids), self._executor.kv.page_size
         if order.inline:
             await self._prefix_turns.wait(order.ref, sequence.rank, order.request.block_keys)

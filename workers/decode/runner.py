@@ -236,7 +236,7 @@ class DecodeRunner:
         return self._runs.take_joining()
 
     def reserve(self, order: Reserve) -> None:
-        """Begin a request by reserving its pages."""
+        """Begin a request by reserving its pool pages."""
         self._jobs.start(order.ref, lambda: self._answered(order.ref, self._arrivals.serve(order)))
 
     def decode(self, order: Decode) -> None:

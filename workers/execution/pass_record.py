@@ -47,7 +47,7 @@ class PassRecord:
     def take(self) -> list[Ref] | None:
         """Return the requests that the previous process was computing when it ended; None if unknown.
 
-        If a pass or a request had failed, only its requests are returned. The record is cleared. To be called
+        If `blame` has recorded failed requests, only these are returned. The record is cleared. To be called
         before the first pass.
         """
         left = self._read(_FAILED)

@@ -43,7 +43,7 @@ class PassChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReservePrompt(msgspec.Struct, tag=True, frozen=True):
-    """The order to reserve a prompt's pages and to grant the missing blocks.
+    """The order to reserve a prompt's pool pages and to grant the missing blocks.
 
     Its result is `PromptReserved`.
     """

@@ -98,7 +98,7 @@ class Sent(msgspec.Struct, tag=True, frozen=True):
 
 
 class PromptLeft(msgspec.Struct, tag=True, frozen=True):
-    """The report that a rank no longer reads or writes the prompt's pages.
+    """The report that a rank no longer reads or writes the prompt's device pages.
 
     It is the rank's last message about the prompt.
     """

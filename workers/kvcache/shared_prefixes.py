@@ -45,7 +45,7 @@ class _Computing:
     rank: tuple[float, int]
     keys: Sequence[BlockKey]
     num_held: int = 0
-    """Leading blocks found in the pool and not computed; 0 until the prompt has its pages."""
+    """Leading blocks found in the pool and not computed; 0 until the prompt has its pool pages."""
 
 
 class PrefixTurns:
@@ -68,7 +68,7 @@ class PrefixTurns:
             await self._changed.wait()
 
     def reserved(self, ref: Ref, num_held: int) -> None:
-        """Record that a prompt has its pages, and the number of leading blocks that the pool held."""
+        """Record that a prompt has its pool pages, and the number of leading blocks that the pool held."""
         self._computing[ref].num_held = num_held
         self._wake()
 

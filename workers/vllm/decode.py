@@ -90,7 +90,7 @@ class VllmDecode:
         await self._finish(answer)
 
     async def _reserved(self, request: Request) -> Reservation:
-        """Reserve pages of the prompt's full blocks, and return the reservation.
+        """Reserve pool pages for the prompt's full blocks, and return the reservation.
 
         Waits while the pool is full. vLLM computes the tokens behind the last full block.
         """

@@ -139,7 +139,7 @@ class GroupBlocks:
         await self._perform(SaveToHost(sequence.number, self._filled_pages(sequence)))
 
     async def release(self, sequence: Sequence) -> None:
-        """Release a sequence's pages and saved copies in all ranks."""
+        """Release a sequence's pool pages and saved copies in all ranks."""
         await self._perform(ReleaseSequence(sequence.number))
 
     def _filled_pages(self, sequence: Sequence) -> list[int]:

@@ -1,4 +1,4 @@
-"""The destination of migrations: a slot, pages and KVCache for a sequence while its source decodes it.
+"""The destination of migrations: batch slot, device pages and KVCache for a sequence that its source decodes.
 
 The full blocks come through the pools, in rounds: each round loads the blocks behind those that are on the
 device already. The tokens behind the last full block are computed here, in the first iteration.

@@ -137,10 +137,10 @@ class IterationPredictors:
     def observe(self, num_decoded: int, num_kv_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from one measured iteration.
 
-        `tbt` learns from iterations without prompts, and `prompt_cost` from iterations with prompts. An
-        iteration with prompts would make the predictions of `tbt` too small: where prompts were computed
-        alone, their cost includes a part of an iteration's constant time. So `tbt` learns from iterations
-        with prompts only after `MAX_MIXED_IN_A_ROW` such iterations in a row.
+        `tbt` learns from iterations without prompts, and `prompt_cost` from iterations with prompts. After
+        iterations that computed prompts alone, `prompt_cost` includes a part of an iteration's constant time;
+        subtracting this cost from an iteration with prompts would make the predictions of `tbt` too small. So
+        `tbt` learns from iterations with prompts only after `MAX_MIXED_IN_A_ROW` such iterations in a row.
 
         Args:
             num_decoded: The number of sequences that were decoded.
