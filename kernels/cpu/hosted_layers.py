@@ -114,8 +114,8 @@ class LayersOwner(_LayersMailbox):
 
         Returns the pass's number.
 
-        Raises ValueError for a pass that is too long, or while the answer of the last pass in its slot has
-        not been taken.
+        Raises ValueError for a pass that is too long, or if the answer of the earlier pass in the same slot
+        of the mailbox has not been taken.
         """
         shape = self.shape
         num_pages = sum(-(-kv_len // page_size) for kv_len in kv_lens)

@@ -123,7 +123,7 @@ class ModulesHost:
                 sock.send(msgspec.msgpack.encode(HostingRefused(str(error))))
 
     async def _serve_remote(self, sock: socket.socket, first: bytes) -> None:
-        """Host what one owner on another host asks for, or pass a `Join` connection to its hosting."""
+        """Host what one owner on another host asks for. A connection with `Join` is passed to the hosting."""
         with contextlib.suppress(OSError):
             match _request(first):
                 case HostModules() as request:

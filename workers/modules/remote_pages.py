@@ -1,8 +1,8 @@
 """Pages at a helper on another host: the owner reads and writes them over a stream, whole pages at a time.
 
     owner                                             helper
-    header, page numbers; of a write, blocks  ->
-                                              <-      of a read, blocks; of a write, a byte
+    header, page numbers, blocks (if a write) ->
+                                              <-      blocks (if a read), or a byte (if a write)
 
 Blocks are whole pages of the hosted heads, layer by layer.
 

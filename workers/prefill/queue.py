@@ -83,7 +83,7 @@ class QueuedPrompt(PromptProgress):
     num_held_blocks: int = 0
     """Leading blocks that the pool held when the prompt got its memory; 0 before."""
     start: float = 0.0
-    """The prompt's start in the tenant's virtual time."""
+    """The prompt's start in the tenant's virtual time (`FairOrder`)."""
     is_alone: bool = False
     state: PromptState = PromptState.WAITING
     chunk_ends: Sequence[int] = field(default=())

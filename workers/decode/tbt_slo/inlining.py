@@ -38,7 +38,7 @@ class _Prompt:
     end: int
     """The position up to which tokens have been charged to the tenant."""
     start: float = 0.0
-    """The prompt's start in the tenant's virtual time."""
+    """The prompt's start in the tenant's virtual time (`FairOrder`)."""
 
     @property
     def num_expected(self) -> int:
