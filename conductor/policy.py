@@ -265,7 +265,7 @@ class Conductor:
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         if sender not in self._fronts:
-            return []  # it has had another Conductor, and will resume the request under this one
+            return []  # the front had another Conductor, and will resume the request under this one
         tracked = self._requests.new(sender, submit.request, now_s)
         reason = self._reason_to_reject(tracked, submit.claim, now_s)
         if reason is not None:
@@ -328,7 +328,7 @@ class Conductor:
         own = {key: tracked for key, tracked in self.requests.items() if tracked.front == sender}
         for request_id, tracked in own.items():
             tracked.num_unlisted = 0 if request_id in listed else tracked.num_unlisted + 1
-            if tracked.num_unlisted > 1:  # the first time its instance may be about to say that it has ended
+            if tracked.num_unlisted > 1:  # at the first time, the report of its end may be in flight
                 effects += self._placer.abort(tracked, now_s)
         unknown = [request_id for request_id in request_ids if request_id not in own]
         return [*effects, Effect(sender, Unknown(unknown))] if unknown else effects
@@ -368,7 +368,7 @@ class Conductor:
         if isinstance(message, Leave):
             return self._losses.drop([instance], "has left", now_s) if instance else []
         if instance is None or isinstance(message, Register | Returning):
-            return []  # an earlier life; its next heartbeat is told so
+            return []  # from an earlier life: the answer to its next heartbeat says so
         instance.last_seen_s = now_s
         if isinstance(message, Retire):
             return self._leaving.retire(instance, now_s)

@@ -52,7 +52,7 @@ class PolicySettings:
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
     """The threshold delta_L of BanaServe's Algorithm 2, a utilisation from 0 to 2.
 
-    With 0 queues alone decide.
+    With 0 only the numbers of assigned requests count.
     """
 
     def can(self, role: Role, stage: Role) -> bool:

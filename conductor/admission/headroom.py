@@ -18,7 +18,7 @@ MEMORY_S = 60.0
 MAX_SHARE = 0.75
 """The largest part of a TTFT SLO that is kept free.
 
-A prompt that needs more would only fit if devices ran out of work, so nothing is kept for it.
+Nothing is kept for a prompt with a longer prefill: that prompt would only fit if devices ran out of work.
 """
 _NUM_TERMS = 1000
 """The largest number of different terms that are remembered. It is bounded, as terms come from requests."""
@@ -45,7 +45,10 @@ class Headroom:
         """The rejected prompts, oldest first. Each has a longer prefill than all prompts after it."""
 
     def rejected(self, terms: Terms, prefill_s: float, now_s: float) -> None:
-        """Record that a prompt with a predicted prefill of `prefill_s` seconds was rejected at `now_s`."""
+        """Record that a prompt with a predicted prefill of `prefill_s` seconds was rejected at `now_s`.
+
+        A prefill longer than `MAX_SHARE` of the TTFT SLO is not recorded.
+        """
         if prefill_s > MAX_SHARE * terms.ttft_slo_s:
             return
         rejected = self._rejected.setdefault(terms, deque())
@@ -62,7 +65,7 @@ class Headroom:
         Args:
             terms: The terms of the prompt.
             prefill_s: The predicted seconds of its prefill, times `factor`.
-            factor: The factor by which predictions are corrected now.
+            factor: The present correction of predictions.
             came_s: The time at which the prompt arrived. Prompts that were rejected later do not count.
             now_s: The time.
         """

@@ -36,11 +36,14 @@ The seconds count from the last prefill there whose duration was compared with i
 predictions that reject all requests would never be corrected.
 """
 _IDLE_S = 1e-6
-"""The seconds up to which a queue counts as empty, as rounding can leave a rest of ended prompts."""
+"""The longest queue, in seconds, that counts as empty.
+
+Rounding can leave a small rest when all prompts have ended.
+"""
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
-"""The standard deviations by which one decode instance is assumed to have more requests left than the mean.
-"""
+"""The standard deviations by which the requests left on one decode instance are assumed to exceed the
+mean."""
 
 
 class Freed(NamedTuple):
@@ -119,7 +122,7 @@ class Admission:
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
                 tbt_s = self._tbt_with_s(self._forecast.everything.less(freed.work), num_tokens)
                 if self._check_mean_tbt(tbt_s, slos.tbt_s, now_s) is None:
-                    return None  # there is never more
+                    return None  # at no moment is there more work than this
                 known_s = min(queue_s, self._shortest_queue_s(request.priority, now_s))
                 tbt_s = self._tbt_then_s(now_s + known_s, freed.work, num_tokens, now_s)
         return self._check_mean_tbt(tbt_s, slos.tbt_s, now_s)
@@ -151,7 +154,8 @@ class Admission:
     def learn_tbt(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
-        """Record the TBT that the heartbeat of a decode instance predicts for all its requests.
+        """Record the TBT that the heartbeat of a decode instance predicts for all its requests. A TBT far
+        below the SLO is ignored.
 
         Args:
             decode: The instance.
@@ -244,12 +248,12 @@ class Admission:
         return float(self._view.next_iteration_s.dot(pool.members)) / pool.num_instances
 
     def _shortest_queue_s(self, priority: int, now_s: float) -> float:
-        """Return the seconds until the first instance has computed all prompts ahead of one of `priority`.
+        """Return the shortest prefill queue of all instances, in seconds, for a prompt of `priority`.
 
-        This time is the horizon of all prompts' forecasts. No request that arrives later is decoded before
-        it, so the forecast for it lacks no request. With a horizon at the end of its own prefill a long
-        prompt would get in while short prompts are rejected: the forecast would lack the requests that arrive
-        until then.
+        Forecasts for all prompts look ahead to the end of this queue. Requests that arrive later are not
+        decoded before that moment, so no request is missing in the forecast. If the forecast for a long
+        prompt looked ahead to the end of that prompt's prefill, later requests would be missing. Long prompts
+        would then be accepted while short prompts are rejected.
         """
         loads = self._view.loads
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())
@@ -260,9 +264,8 @@ class Admission:
         """Predict the TBT in seconds at two moments, and return the greater one.
 
         The moments are the horizon `known_until_s` and the end of the last accepted prefill, if that is
-        later. The second moment is at most a mean decode after the horizon.
-
-        None if some instance decodes nothing at either moment.
+        later. The second moment is at most a mean decode after the horizon. None if at both moments some
+        instance decodes nothing.
         """
         forecast, iteration_s = self._forecast, self._next_iteration_s()
         times_s = [known_until_s]
@@ -276,10 +279,12 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: PromptTotals, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """Predict the TBT in seconds if this work and one more request are spread evenly over instances.
+        """Predict the TBT in seconds if this work and one more request are spread evenly over instances. None
+        if the work leaves some instance idle.
 
-        None if the work leaves some instance idle. `num_absent` requests have ended by then, or begin later.
-        Which requests these are is chance, so one instance keeps more requests than the mean.
+        `num_absent` is the number of accepted requests that are not in `work`, as they have ended by then or
+        begin later. Which requests these are is chance, so one instance is assumed to keep more requests than
+        the mean.
         """
         pool = self._view.decode_pool()
         assert pool is not None

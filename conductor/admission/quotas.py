@@ -81,7 +81,10 @@ class Quotas:
         return QuotaRejection(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
 
     def restore(self, tenant: str, tokens: TokenBudget) -> None:
-        """Set the tokens that a tenant has left to an earlier Conductor's record, less later use."""
+        """Set the tokens that a tenant has left to the record `tokens` of an earlier Conductor.
+
+        What this Conductor has charged already is subtracted.
+        """
         since = self.by_tenant.get(tenant)
         if since is not None:
             tokens.num_charged, tokens.num_refunded = since.num_charged, since.num_refunded

@@ -2,9 +2,9 @@
 
 Requests with similar prompts and limits have similar answers. An answer that is still being decoded counts as
 at least as long as it is now (Kaplan and Meier, 1958). So long answers are not overlooked because only short
-ones have ended. Long answers do not count too often either. All ends are known only from some moment on, so
-an answer that began earlier counts only from the length that it had at this moment (left truncation:
-Turnbull, 1976).
+ones have ended. Long answers do not count too often either. Only the latest ends are remembered. An answer
+that began before the oldest remembered end counts only from the length that it had at that time (left
+truncation: Turnbull, 1976).
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.
 """
@@ -21,11 +21,14 @@ _NUM_RECENT = 64
 _NUM_KINDS = 256
 """The most kinds that are remembered; the kind that was updated least recently is dropped first."""
 _FEWEST_OF_KIND = 6
-"""The least ended answers of a kind; with fewer, the answers of all kinds are used."""
+"""The number of ended answers of a kind below which the answers of all kinds are used."""
 
 
 class AnswerKind(NamedTuple):
-    """A class of answers: prompts and limits of similar length, by powers of two."""
+    """A class of answers: those whose prompts and token limits are of similar length.
+
+    `prompt` and `most` are the numbers of binary digits of the prompt's length and of the limit.
+    """
 
     prompt: int
     most: int
@@ -37,7 +40,7 @@ class AnswerKind(NamedTuple):
 
 
 class RunningAnswer(NamedTuple):
-    """An answer of which some tokens have been drawn. Times are in seconds of the Conductor's clock."""
+    """An answer that is being decoded or has ended. Times are in seconds of the Conductor's clock."""
 
     kind: AnswerKind
     began_s: float

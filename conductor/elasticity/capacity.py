@@ -97,9 +97,9 @@ class DivisionCapacity:
     def _inlined_share(self, work: float) -> float:
         """Return the share of its time that a decode instance can give to prompts besides its decode work.
 
-        Iterations with chunks of prompts are allowed to take a share of the TBT SLO. The chunks get the time
-        that the batch leaves of this share. Without an SLO the chunks get all the time that decode does not
-        need.
+        Iterations with chunks of prompts may take a share of the TBT SLO. The chunks get the time that the
+        batch leaves of this share, or none if that is too little for a chunk. Without an SLO the chunks get
+        all the time that decode does not need.
 
         Args:
             work: The instance's decode work, as a share of its decode capacity.

@@ -1,7 +1,7 @@
 """The control loop of elasticity: it moves requests, changes roles and moves modules by rules.
 
-Requests move where an SLO would be missed. Roles change where a stage lacks an instance. Modules move between
-instances of one host if neither is the case.
+Requests move where an SLO would be missed. Roles change where a stage lacks an instance. While no request
+moves and no role changes, modules may move between instances of one host.
 
 Owns: when the rules are asked, and the orders that follow. Does not know: the rules themselves, how a request
 moves (`conductor.requests.migrations`), how an instance changes its role (`conductor.membership.roles`), how

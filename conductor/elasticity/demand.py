@@ -34,10 +34,8 @@ MOST_LEFT_S = 120.0
 _NUM_PAST, _FEWEST_PAST = 8, 3
 """The numbers of past loads: how many are remembered, and how many suffice to predict a load's duration."""
 _MOST_OF_MEAN = 4.0
-"""The largest mean work of one kind's requests in a second, as a multiple of the mean of all requests.
-
-In the search for changes, larger values are cut to this limit.
-"""
+"""The limit of the mean work of requests of one kind and one second, as a multiple of the mean of all
+requests. In the search for changes of the load, larger values are cut to this limit."""
 
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -196,8 +194,8 @@ def _surprises(
     """Return for each border how significantly the rates of work before and after the border differ.
 
     The variance of a sum of amounts that arrive at random is the sum of their squares. The deviation is
-    computed as if one load had been there on both sides of a border. So it is not near 0 where one side has
-    few arrivals.
+    computed as if one load had been there on both sides of a border. So the deviation is not near 0 where one
+    side has few arrivals.
 
     Args:
         recent: Work after each border, `[n]`.
@@ -207,7 +205,8 @@ def _surprises(
         sum_of_squares: The sum of the squares of all amounts of work.
 
     Returns:
-        The differences of the rates in standard deviations, `[n]`; 0 if a difference is too small to matter.
+        The differences of the rates in standard deviations, `[n]`; 0 where the ratio of the rates is below
+            `_LEAST_CHANGE`.
     """
     recent_rates, before_rates = recent / recent_s, before / before_s
     mean_square = sum_of_squares / (recent_s[0] + before_s[0])

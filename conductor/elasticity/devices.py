@@ -1,8 +1,8 @@
 """The decode instances of a host, as devices with modules for Algorithm 1 of BanaServe.
 
-The measured compute of an instance follows from the tokens that it draws, wherever its modules are. Here each
-module's part of it is counted for the device where the module is. A layer takes a part of the iteration, and
-a KV head takes a part of attention.
+The compute of an instance is measured by the tokens that it draws, wherever its modules are. Here the part of
+a module is counted for the device that has the module. A layer takes a part of the iteration, and a KV head
+takes a part of attention.
 
 Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
 """
@@ -47,10 +47,8 @@ def _with_hosted(device: Device, compute: float) -> Device:
 
 
 def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules) -> tuple[Device, float]:
-    """Return an instance as a device without hosted modules, and the compute share of its modules elsewhere.
-
-    The compute share is the one that the instance's own modules take at its helper.
-    """
+    """Return an instance as a device without hosted modules, and the share of compute that its own modules
+    take at its helper."""
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
     assert slot is not None
     assert instance.heartbeat is not None

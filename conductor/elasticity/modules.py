@@ -133,7 +133,7 @@ def _next(
     given: dict[tuple[str, Kind], str],
     thresholds: Thresholds,
 ) -> ModuleMove | None:
-    """Return the move that pays between the devices with the largest gap; None if no move pays."""
+    """Return the next move that pays, between devices with the largest gap possible; None if no move pays."""
     least, most = min(loads.values(), default=0.0), max(loads.values(), default=0.0)
     delta, owner_of = thresholds.delta_up, {helper: owner for (owner, _), helper in given.items()}
     overloaded = [of for of in able if loads[of.name] - least > delta and of.name not in owner_of]

@@ -32,9 +32,9 @@ _NUM_KEPT = 100
 _PERIOD_S = 2.0
 """The least seconds between two decisions about roles."""
 _SPARE_STRAIN = 0.8
-"""The strain of a stage after giving up an instance, above which the change needs twice the gain.
+"""The strain above which a stage gives up an instance only for twice the gain.
 
-A stage that is short already is excepted.
+The strain is computed without that instance. A stage that is overloaded already is excepted.
 """
 _LEAST_GAIN = 0.05
 """The least predicted gain in served requests for a change, as a share of the requests served now."""
@@ -49,7 +49,7 @@ _AGAIN_AFTER_S = 60.0
 _EVALUATED_S = 15.0
 """Seconds before and after a change over which arrivals are compared."""
 _OTHERS_AFTER_S = 15.0
-"""Seconds after which other instances count as a new set. The time is longer than a restart."""
+"""Seconds after which a changed set of instances counts as a new set. The time is longer than a restart."""
 _QUEUE_SHARE = 0.5
 """The share of the TTFT SLO to which other prefill queues may grow when an instance is taken away."""
 _LEAST_LEFT_S = 15.0
@@ -150,7 +150,7 @@ class Rebalancer:
         """The new role in the latest change for this load and these instances; None before a change."""
 
     def is_time(self, now_s: float) -> bool:
-        """Return whether it is time to call `decide`, which is every few seconds."""
+        """Return whether `decide` is due: `_PERIOD_S` seconds after its last call."""
         return now_s - self._looked_s >= _PERIOD_S
 
     def decide(self, state: State, now_s: float) -> Change | None:
@@ -225,7 +225,7 @@ class Rebalancer:
         """Return the best change of one instance to this role; None if no change pays or is possible."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
-            return None  # it would be taken back though the load is the same
+            return None  # it would undo the latest change though the load is the same
         division = state.division
         if len(state.serving(other)) < 2:
             return None

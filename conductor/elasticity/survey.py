@@ -24,7 +24,7 @@ from mooncake.messages.workers import STAGES, InstanceState, Role
 _HEARTBEAT_S = 1.5
 """The largest age in seconds that a heartbeat normally has."""
 _SANE = (0.5, 2.0)
-"""The bounds of the ratio of a heartbeat's TBT to the predicted TBT."""
+"""The range to which the ratio of a heartbeat's TBT to the predicted TBT is cut."""
 
 
 class Survey:

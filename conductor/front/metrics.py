@@ -47,7 +47,7 @@ class RequestOutcome(StrEnum):
 
     FINISHED = "finished"
     ABORTED = "aborted"  # the client hung up
-    REJECTED = "rejected"  # no room, or no cluster, before the first token
+    REJECTED = "rejected"  # no capacity, or no cluster, before the first token
     INVALID = "invalid"
     FAILED = "failed"
 
@@ -177,7 +177,8 @@ class Metrics(Collector):
             self._gap.observe(gap_s)
 
     def prompt_received(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count the tokens of a prompt whose KVCache is complete; `num_cached_tokens` of them were cached."""
+        """Count the tokens of a prompt that was computed; the KVCache of `num_cached_tokens` of them was
+        reused."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached_tokens
 

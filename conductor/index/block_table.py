@@ -41,7 +41,8 @@ class BlockTable(Protocol):
     def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
         """Return the runs of equal numbers before the first absent key.
 
-        Returns the number of each run, and its half-open end.
+        The first sequence has the number of each run. The second one has the index behind each run's last
+        key.
         """
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:

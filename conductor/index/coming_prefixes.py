@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from mooncake.messages.blocks import BlockKey
 
 EVENT_DELAY_S = 0.5
-"""Seconds from the end of a prefill until KV events have reported its blocks. Until then they are coming."""
+"""Seconds from the end of a prefill until KV events have reported its blocks.
+
+Until then the blocks are coming.
+"""
 
 Coming = list[tuple[int, int]]
 """Numbers of a prompt's leading blocks, each with a mask of slots.
@@ -131,7 +134,7 @@ class ComingPrefixes:
         while start < len(keys):
             node = nodes[keys[start]]
             node.remove(prompt.slot)
-            if not node.mask:  # nor has any child
+            if not node.mask:  # then no child has a prompt either
                 del nodes[keys[start]]
                 break
             nodes, parent, start = node.children, node, node.end

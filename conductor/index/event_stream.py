@@ -63,7 +63,7 @@ class EventStream:
         self._asked: ToKVEvents | None = None
         """The question whose answer is not complete; None if no question is open."""
         self.progress_s = 0.0
-        """The time of the last question, part of an answer, or batch in order."""
+        """The time of the latest question, part of an answer, or batch in order."""
 
     @property
     def is_current(self) -> bool:

@@ -63,9 +63,10 @@ class HolderSets:
         """Whether a set has lost all holders while blocks still use it, by set. False for `EMPTY`."""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
-        """Record that `shard` has stored or removed `num_blocks` blocks with the holders `before`.
+        """Record that `shard` has stored or removed `num_blocks` blocks in `tier`.
 
-        Returns the number of the set that these blocks use now.
+        `before` is the number of the set that these blocks have used. Returns the number of the set that they
+        use now.
         """
         held, bit = self._held[before], shard.bit(tier)
         if bool(held & bit) is is_stored:

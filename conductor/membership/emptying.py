@@ -22,10 +22,10 @@ class Emptier:
         self._requests, self._placer, self._migrations = requests, placer, migrations
         self._instances, self._view = requests.instances, requests.view
         self._num_released = 0
-        """The registry's number of releases at the latest try to empty instances."""
+        """The value of the registry's `num_released` at the latest `tick`."""
 
     def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
-        """Stop placing requests on the instance, and return its progress. The caller calls `go_on` next.
+        """Stop placing requests on the instance, and return its progress. The caller must call `go_on` next.
 
         If the instance's state forbids it, returns None and changes nothing.
         """

@@ -28,7 +28,7 @@ class Joining:
         placer: The component that places waiting requests on a new instance.
         reports: The handlers of workers' reports.
         losses: The component that removes the previous life of an instance.
-        resumption: The component that matches requests of an earlier Conductor.
+        resumption: The component that continues requests of an earlier Conductor.
         roles: The component that knows the roles that instances were given.
     """
 
@@ -69,7 +69,7 @@ class Joining:
         registered = Registered(self._requests.epoch, instance.version)
         if earlier is not None and earlier.identity == sender:
             earlier.last_seen_s = now_s
-            # It had not received the first answer yet.
+            # The instance had not received the first answer when it registered again.
             return [Effect(sender, registered), *self._roles.ordered_again(earlier, register)]
         effects = self._losses.drop([earlier] if earlier is not None else [], "has restarted", now_s)
         ordered = self._roles.registered(instance)
@@ -99,7 +99,8 @@ class Joining:
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
-    """Return whether an instance repeats its registration over another connection, as the first one broke."""
+    """Return whether an instance repeats its registration over a new connection, because the first one
+    broke."""
     return (
         earlier is not None
         and earlier.identity == sender

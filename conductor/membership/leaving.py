@@ -39,7 +39,10 @@ class Leaving:
         self._instances = requests.instances
 
     def why_not(self, instance: Instance, *, force: bool = False) -> str:
-        """Return why an instance cannot be drained; empty if it can, or if it drains already."""
+        """Return why an instance cannot be drained; empty if it can, or if it drains already.
+
+        With `force` it can be drained even if it is the last instance of a stage.
+        """
         if force or instance.state not in (InstanceState.SERVING, InstanceState.SWITCHING):
             return ""
         stage = self._instances.stage_lost_without(instance)
@@ -48,7 +51,10 @@ class Leaving:
         return f"{instance.name} is the last instance for {stage.value}; `force` drains it all the same"
 
     def order(self, instance: Instance, now_s: float, *, leaves: bool) -> list[Effect]:
-        """Drain an instance by order of an operator. A later order can change `leaves` while it drains."""
+        """Drain an instance by order of an operator. With `leaves` the instance retires in the end.
+
+        A later order can change `leaves` while the instance drains.
+        """
         return self._drain(instance, InstanceState.DRAINING, now_s, leaves=leaves)
 
     def retire(self, instance: Instance, now_s: float) -> list[Effect]:

@@ -18,7 +18,7 @@ _ALL_BACK = ModulesPart()
 
 
 class Modules:
-    """The modules of registered instances that are at helpers. `epoch` is the Conductor's epoch."""
+    """The modules that registered instances have at helpers. `epoch` is the Conductor's epoch."""
 
     def __init__(self, epoch: int, instances: Instances) -> None:
         self._epoch, self._instances = epoch, instances

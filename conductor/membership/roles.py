@@ -51,7 +51,10 @@ class Roles:
         """The number of switches, by the way in which they ended."""
 
     def why_not(self, instance: Instance, role: Role, *, force: bool = False) -> str:
-        """Return why an instance cannot switch to a role now; empty if it can."""
+        """Return why an instance cannot switch to a role now; empty if it can.
+
+        With `force` it can switch even if it is the last instance of a stage.
+        """
         if instance.state is not InstanceState.SERVING:
             ends = instance.state in (InstanceState.RETIRING, InstanceState.RETIRED)
             how = "" if ends else f"; POST /admin/instances/{instance.name}/serve takes that back"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 READY_FOR_S = 10.0
 """Seconds for which a front counts as ready after its latest report that it is ready.
 
-A front keeps its requests while another Conductor takes over. So one report that it is not ready does not
-remove it.
+A front keeps its requests while another Conductor takes over, and reports then that it is not ready. Such a
+report alone does not remove the front.
 """
 MOST_ENDPOINTS = 5
 """The most addresses in an answer: the chosen front, and further fronts for a gateway's retries."""

@@ -69,6 +69,6 @@ async def _ask(
         elif answer.status_code != NOT_READY:
             fronts.is_gone(address)
     except httpx.TimeoutException:
-        pass  # it may be busy: it is ready for as long as it said, and then not
+        pass  # the front may be busy: it stays ready for `READY_FOR_S` after its last report
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         fronts.is_gone(address)

@@ -35,7 +35,7 @@ LARGEST_EVENTS_BYTES = 16 << 20
 LIVE_QUEUE_LEN = 100
 """The most batches of one messenger that wait in the socket. Batches beyond them are replayed later."""
 ANSWER_QUEUE_LEN = 4
-"""The most parts of a snapshot that wait in the socket. Then the messenger has to wait."""
+"""The most parts of a snapshot that wait in the socket. Beyond them the messenger has to wait."""
 MAX_LOADING = 16
 """The most snapshots in flight at the same time. The limit matters when many instances join at once."""
 SLOWEST_RECONNECT_MS = 5000
@@ -171,7 +171,7 @@ class EventFollower:
             had_none = followed.stream.needs_snapshot
             await self._carry_out(followed, followed.stream.receive(message, time.monotonic()))
             if had_none and not followed.stream.needs_snapshot:
-                self._is_due.set()  # the next one's turn
+                self._is_due.set()  # the next messenger may load its snapshot
 
     async def _tick(self) -> None:
         while True:

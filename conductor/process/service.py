@@ -129,7 +129,7 @@ class ConductorService:
             await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
-        """Send the effects. If a peer turns out to be gone, send the effects of that, too."""
+        """Send the effects. If a peer turns out to be gone, send the effects of its loss, too."""
         self._follow()
         pending = list(effects)
         while pending:
@@ -150,7 +150,7 @@ class ConductorService:
     def _follow(self) -> None:
         """Follow the KV events of the registered instances, if the instances have changed.
 
-        The caller must call it before it awaits anything, so that no life of an instance is missed.
+        To be called before the caller awaits anything, so that no life of an instance is missed.
         """
         if self._num_changes_followed != self._conductor.instances.num_changes:
             self._num_changes_followed = self._conductor.instances.num_changes

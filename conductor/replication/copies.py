@@ -75,7 +75,7 @@ class Replication:
         self._hot: list[Sequence[BlockKey]] = []
         """The prefixes that were worth a second copy in the latest round."""
         self._known: set[bytes] = set()
-        """The instances that compute prompts, as of the latest call of `tick`."""
+        """The socket identities of the instances that compute prompts, as of the latest call of `tick`."""
         self._round_s: float | None = None
         self.num_ordered_blocks = 0
         self.num_dropped_blocks = 0
@@ -121,7 +121,8 @@ class Replication:
     # -- copies that were ordered -------------------------------------------------------------------
 
     def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
-        """Return by each copied prefix's last block which slots hold the whole prefix: bool `[num_slots]`."""
+        """Return which slots hold the whole of each copied prefix: bool `[num_slots]`, by the prefix's last
+        block."""
         prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
         match = self._view.prefixes.match
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}

@@ -1,9 +1,9 @@
 """Copies of blocks that would be lost with an instance that leaves: pinned blocks and hot prefixes.
 
-If every other instance holds fewer blocks of such a prefix, an instance with room fetches the prefix. An
-instance that computes prompts is preferred. The copies travel as bulk, and their bytes in flight are limited.
-A leaving instance waits for its copies, but at most for `MOST_S`: blocks that have not arrived by then are
-computed again when they are needed.
+If every other instance holds fewer blocks of such a prefix than the leaving instance, an instance with room
+fetches the prefix. An instance that computes prompts is preferred. The copies travel as bulk, and their bytes
+in flight are limited. A leaving instance waits for its copies, but at most for `MOST_S`: blocks that have not
+arrived by then are computed again when they are needed.
 
 Owns: which blocks are copied to which instance, and how many are left. Does not know: why an instance leaves,
 how blocks are sent, the clock.
@@ -80,11 +80,11 @@ class Evacuation:
                 continue
             target = leaving.ordered.get(keys[-1])
             if target is not None and not self._takes_requests(target[0]):
-                target = None  # it is lost, or leaves itself
+                target = None  # the target is lost, or leaves itself
             if target is None:
                 target = self._target(keys, num_blocks, num_in_flight)
                 if target is None and not num_in_flight:
-                    continue  # nobody has room for it
+                    continue  # no instance has room for the prefix
                 if target is not None:
                     leaving.ordered[keys[-1]] = target
                     self.num_ordered_blocks += target[1]

@@ -38,7 +38,10 @@ class Heat:
         return len(self._uses)
 
     def note(self, keys: Sequence[BlockKey]) -> None:
-        """Record a prompt with these blocks, to be counted later."""
+        """Record a prompt with these blocks, to be counted later.
+
+        Beyond `MOST_NOTED_BLOCKS` prompts are left out.
+        """
         if keys and self._num_noted_blocks + len(keys) <= MOST_NOTED_BLOCKS:
             self._noted.append(keys)
             self._num_noted_blocks += len(keys)

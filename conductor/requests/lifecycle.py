@@ -30,7 +30,7 @@ class RequestState(Enum):
     `TrackedRequest.refused_by`.
     """
 
-    RESUMING = auto()  # an earlier Conductor had it, and its instances may tell that they still do
+    RESUMING = auto()  # an earlier Conductor had the request; its instances may report that they go on
     WAITING = auto()  # no pair has room for it, or none is registered
     QUEUED = auto()  # in the admission queue, for load to fall
     INTERRUPTED = auto()  # its front was asked how far its output has come
@@ -40,7 +40,7 @@ class RequestState(Enum):
     FINISHED = auto()
     ABORTED = auto()  # its client or front does not want it any more
     REJECTED = auto()  # rejected before its client has got anything
-    REFUSED = auto()  # its instance does not serve a thing that it asks for
+    REFUSED = auto()  # its instance does not serve a feature that the request asks for
     FAILED = auto()
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python

@@ -307,7 +307,10 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def end_migration(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """End the request's migration, if there is one, without a move. Returns the order to stop."""
+        """End the request's migration without a move, if there is one.
+
+        Returns the order that stops its destination.
+        """
         migration, tracked.migration = tracked.migration, None
         if migration is None:
             return []

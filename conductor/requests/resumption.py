@@ -32,7 +32,7 @@ class _Attempt:
 
     holders: dict[HeldStep, Instance] = field(default_factory=dict)
     reports: list[tuple[Instance, FromWork]] = field(default_factory=list)
-    """Messages that came after their instances' reports about this attempt, in order of arrival."""
+    """Messages about this attempt that instances sent after they had reported it, in order of arrival."""
 
     @property
     def pair(self) -> tuple[Instance, Instance, RequestState] | None:
@@ -152,14 +152,14 @@ class Resumption:
         ]
 
     def _place_the_rest(self, now_s: float) -> list[Effect]:
-        """Place the requests again that no instance still has, once the wait for reports is over."""
+        """Place again the requests that no instance has any more, once the wait for reports is over."""
         are_all_back = self._num_before and len(self._instances) >= self._num_before
         if not (self._is_over or are_all_back):
             return []
         effects: list[Effect] = []
         for tracked in [of for of in self._requests.by_id.values() if of.state is RequestState.RESUMING]:
             effects += self._abandon(tracked.request_id)
-            if tracked.may_have_begun:  # more of its output may have come since its front has told
+            if tracked.may_have_begun:  # more of its output may have come since the front's report
                 effects += self._requests.release(tracked, RequestState.INTERRUPTED, now_s)
                 effects.append(Effect(tracked.front, Interrupted(tracked.request_id)))
             else:

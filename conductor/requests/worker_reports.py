@@ -132,7 +132,7 @@ class WorkerReports:
                 return self._placer.refuse(tracked, message.reason, message.param, now_s)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
-        return []  # also a duplicate of a step already taken
+        return []  # such as the repeated report of a step
 
     def _on_destination(self, tracked: TrackedRequest, message: FromWork, now_s: float) -> list[Effect]:
         """Handle a message from the destination of a migration."""
@@ -200,7 +200,7 @@ class WorkerReports:
         return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """Begin another attempt: from the start, or after the front's output if output may have left."""
+        """Begin another attempt: from the start, or after the front's output if the front may have any."""
         if tracked.may_have_begun:
             effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
             return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]

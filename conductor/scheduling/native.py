@@ -44,7 +44,7 @@ It has the blocks of the whole request, the most tokens of a chunk, and the budg
 
 def new_scheduler(view: ClusterView, settings: PolicySettings) -> Scheduler:
     """Return the compiled scheduler, or the plain one if nothing can be compiled here."""
-    exactly = (*THIS_PROCESSOR, "-ffp-contract=off")  # one rounding where Python has two would differ from it
+    exactly = (*THIS_PROCESSOR, "-ffp-contract=off")  # a fused operation rounds once, Python twice
     library = load_or_do_without(
         Path(__file__).with_name("algorithm1.cpp"), "decisions take longer", flags=exactly
     )

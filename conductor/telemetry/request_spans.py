@@ -107,7 +107,7 @@ class RequestSpans:
         rule: Attributes = {"mooncake.rule": self._rule}
         tracked = self._conductor.requests.get(ref.request_id)
         if tracked is None or tracked.ref != ref or tracked.assignment is None:
-            return rule  # it has lost the pair again at the same moment
+            return rule  # the request has already lost its pair again
         return {**rule, **_chosen(tracked.assignment.placement)}
 
     def ended(self, timeline: RequestTimeline) -> None:

@@ -95,7 +95,7 @@ class Assignments:
         return self._view.loads.has_begun(assignment.prefill_slot, assignment.request.request_id)
 
     def assign(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> Assignment:
-        """Enter a request that is about to be ordered from its pair, and return its assignment."""
+        """Enter a request that has just been placed on its pair, and return its assignment."""
         self._stats.placed(placement)
         return self._enter(request, placement, slos, now_s)
 

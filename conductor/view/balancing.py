@@ -47,7 +47,7 @@ class BalancingThreshold:
         before = self._reported.get(slot)
         self._reported[slot] = num_lookups, num_evicted
         if before is None or num_lookups < before[0]:
-            return  # its counts have begun anew
+            return  # the pools' counts have begun anew
         self._num_lookups += num_lookups - before[0]
         self._num_evicted += num_evicted - before[1]
         if self._num_lookups >= _LOOKUPS_A_STEP:

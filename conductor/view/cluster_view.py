@@ -389,7 +389,10 @@ class ClusterView:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
     def _learn_decode(self, slot: int, decode: DecodeStats, now_s: float) -> None:
-        """Learn costs from the iterations since the last heartbeat that computed no prompt."""
+        """Learn decode costs from the iterations since the last heartbeat.
+
+        Iterations that also computed a chunk of a prompt do not count.
+        """
         occupant, loads = self._occupants[slot], self.loads
         before, occupant.decode = occupant.decode, decode
         mixed, mixed_before = decode.mixed, before.mixed

@@ -26,11 +26,11 @@ MOST_TTFT = 1.5
 TBT_QUANTILE = 0.9
 """The share of the latest TBTs reported by decode instances that the corrected prediction covers."""
 NEAR_TBT_SLO = 0.3
-"""The share from which on a batch counts as near its TBT SLO.
+"""The share of a TBT SLO from which on a batch counts as near the SLO.
 
-It is the share of the batch's part of an iteration in the time that the SLO leaves for this part. The error
-for a smaller batch says little about a batch at the SLO. Batches grow much between two heartbeats: with a
-share of 0.5 fewer requests are in time.
+Only the time that depends on the batch is compared: the batch's part of an iteration, and the part of the SLO
+that is left for it. The errors of smaller batches say little about batches at the SLO. Batches grow much
+between two heartbeats: with a share of 0.5 fewer requests are in time.
 """
 MOST_TBT = 1.5
 """The largest factor of the time that a batch adds to an iteration."""

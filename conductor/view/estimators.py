@@ -2,7 +2,7 @@
 
 They are the time costs of Mooncake, section 6.1. A cost is a polynomial with three coefficients
 (`mooncake.messages.costs`). An estimator begins with the coefficients of a profile, or with generic ones, and
-corrects them by recursive least squares on relative errors. Its prior assumes that all coefficients are wrong
+corrects them by recursive least squares on relative errors. The prior assumes that all coefficients are wrong
 by about one factor, the speed of the machine. So short prompts also correct predictions for long ones. A
 large error counts only up to a limit. Several large errors in a row in one direction are taken as a change of
 speed: they rescale all coefficients at once.
@@ -86,7 +86,7 @@ class CostEstimator:
         self._has_learned = np.zeros(0, np.bool_)
         self._kind_at = np.zeros(0, np.int64)
         self._kinds: dict[Hashable, int] = {}
-        self._num_surprises: list[int] = []  # in a row; negative: less than expected
+        self._num_surprises: list[int] = []  # large errors in a row; negative if durations were shorter than predicted
 
     def reset(self, slot: int, kind: Hashable = None) -> None:
         """Reset the costs of a slot for another instance. Slots are added as needed.
@@ -130,7 +130,8 @@ class CostEstimator:
     def quickest_alike(self, slot: int, first: float, second: float) -> int:
         """Return the slot with the shortest predicted duration among instances of this slot's kind.
 
-        Only instances that have learned are compared. If none has, `slot` itself is returned.
+        `first` and `second` are the polynomial's two variables. Only instances that have learned are
+        compared. If none has, `slot` itself is returned.
         """
         constant_s, first_s, second_s = self._coefficients
         seconds = np.where(

@@ -68,7 +68,10 @@ class InstanceBatch:
     correction: float = 1.0
     """Measured TBT divided by predicted TBT, from the latest heartbeat."""
     num_tokens_at_helper: int = 0
-    """Tokens of KVCache for which a helper has pages. A request that moves here cannot use these pages."""
+    """Tokens of KVCache for which a helper has pages.
+
+    Requests that move to this instance cannot use these pages.
+    """
     takes_requests: bool = True
     """Whether the instance may be a destination; False while it drains."""
 
@@ -161,7 +164,10 @@ class InstanceBatch:
 def destination_of(
     resident: Resident, batches: list[InstanceBatch], source: str, share: float = DESTINATION_SHARE
 ) -> InstanceBatch | None:
-    """Return the batch that would have the least TBT with the request; None if no batch may take it."""
+    """Return the batch that would have the least TBT with the request; None if no batch may take it.
+
+    The batch of the instance `source` is left out.
+    """
     able = [batch for batch in batches if batch.instance != source and batch.may_take(resident, share)]
     return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
 

@@ -4,7 +4,8 @@ In Llumnix (OSDI 2024, section 4.4) an instance that is to end, or is wanted for
 so its requests are moved away. Here requests are consolidated only if an instance is wanted empty. Otherwise
 the next requests would be placed there at once, as an empty instance has the least TBT.
 
-Owns: whether this is possible. Does not know: who wants an empty instance, how requests move.
+Owns: the check whether an instance can be emptied. Does not know: who wants an empty instance, how requests
+move.
 """
 
 from dataclasses import replace

@@ -51,7 +51,10 @@ class RecentMoves:
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
     def settled(self, batches: list[InstanceBatch], now_s: float) -> list[InstanceBatch]:
-        """Return the batches that rules may use, with requests that have just moved marked as fixed."""
+        """Return the batches that rules may use.
+
+        Requests that have just moved are marked as requests that may not move.
+        """
         return [
             batch.fixing(self._moved_s)
             for batch in batches

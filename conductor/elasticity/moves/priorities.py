@@ -1,8 +1,9 @@
 """Priority: requests of lower classes leave batches in which a stricter class has little headroom.
 
-In Llumnix (OSDI 2024, section 4.3) instances keep headroom for requests of high execution priority; other
-requests are moved away as soon as headroom is short. The rule of relief waits until an SLO is missed. This
-rule moves lower classes away earlier.
+A class is the requests with one priority number; the stricter class has the lower number. In Llumnix (OSDI
+2024, section 4.3) instances keep headroom for requests of high execution priority; other requests are moved
+away as soon as headroom is short. The rule of relief waits until an SLO is missed. This rule moves lower
+classes away earlier.
 
 Owns: this rule. Does not know: how often requests may move, how they move.
 """

@@ -133,8 +133,8 @@ class KeyUse:
     def claim(self, num_tokens: int) -> QuotaClaim | None:
         """Return an answer's claim on the tenant's quota; None if the key limits neither tokens nor choices.
 
-        `num_tokens` is the number of tokens of all prompts of the answer. Raises RequestError if they exceed
-        the quota of a minute.
+        `num_tokens` is the number of tokens of all prompts of the answer. Raises RequestError if these are
+        more than the key may use in a minute.
         """
         per_minute, most = self.key.tokens_per_minute, self.key.max_concurrent
         if per_minute is None and most is None:

@@ -28,7 +28,8 @@ _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
 Contents are few because each may have 1.5 MiB.
 """
 _NEVER = 0.0
-"""The end of a cache that should not be in etcd, as it was deleted or its client was never told of it."""
+"""The end of a cache that should not be in etcd, as it was deleted or its client does not know that it
+exists."""
 _FASTEST = 1
 TIDY_S = 1.0
 """Seconds between two searches for caches that have ended, or whose end in etcd is in doubt."""
@@ -48,8 +49,9 @@ class CacheKeys:
     async def load(self, fingerprint: str) -> list[StoredCache]:
         """Return the caches of this model, oldest first. Waits until etcd answers.
 
-        If an owner has two caches of the same name, the earlier one is removed, as its client was never told
-        of it.
+        If an owner has two caches of one name, only the later one is returned, and the earlier one is removed
+        from etcd later. Its client was never told that it exists: else the second cache would have been
+        refused.
         """
         contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
         ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)
@@ -73,7 +75,7 @@ class CacheKeys:
         async with self._keys.turn():
             if self._ends.get(cache.id, _NEVER) > time.time():
                 await self._set_end(cache.id, cache.expires_at)
-            else:  # it has ended before its turn came, and may have been removed
+            else:  # the cache has ended before this change's turn, and may have been removed
                 await self._put(cache)
 
     async def remove(self, cache_id: str) -> None:
@@ -111,7 +113,7 @@ class CacheKeys:
                     del self._ends[cache_id]
 
     async def _put(self, cache: StoredCache) -> None:
-        content = await asyncio.to_thread(_encoded, cache)  # of a long one this takes 50 ms
+        content = await asyncio.to_thread(_encoded, cache)  # takes 50 ms for a long cache
         self._ends.setdefault(cache.id, _NEVER)
         await self._set_end(cache.id, cache.expires_at, {_key(_CONTENTS, cache.id): content})
 

@@ -145,7 +145,7 @@ class ContextCache:
 
 
 class CacheUse:
-    """The use of a cache by the prompts of one job.
+    """The use of a cache by the prompts of one HTTP request.
 
     `num_shared` has for each prompt the number of its leading tokens that are also the cache's.
     """
@@ -253,7 +253,7 @@ class ContextCaches:
         return cache
 
     async def keep(self, cache: ContextCache, ttl_s: float, now_s: float) -> None:
-        """Store a complete cache, or the new time to live of a cache that is stored already.
+        """Store a cache whose blocks are computed, or the new time to live of a cache that is stored already.
 
         Raises RequestError if the change cannot be stored.
         """
@@ -313,7 +313,7 @@ class ContextCaches:
         return [cache for cache in self._living(_owner(key), now_s) if not cache.is_being_deleted]
 
     def kept(self, now_s: float) -> list[KeepContext]:
-        """Return all complete caches, as messages to the Conductor."""
+        """Return all stored caches, as messages to the Conductor."""
         return [
             KeepContext(cache.id, cache.keys, cache.expires_s - now_s)
             for owner in list(self._caches)

@@ -83,7 +83,7 @@ class AnswerFormat:
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         """The JSON before and behind the text of an event, by choice.
 
-        It has the choices that have begun, if their events have nothing but text.
+        Only choices that have begun, and whose events have nothing but text, are in it.
         """
 
     def seen(self, delta: Delta) -> Delta:

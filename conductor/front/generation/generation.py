@@ -69,7 +69,7 @@ class _Choice:
 
 
 class Generation:
-    """The choices of one job. `arrived_s` is the event loop's time at which the HTTP request arrived."""
+    """The choices of one HTTP request. `arrived_s` is the event loop's time at which the request arrived."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Generation:
         self._num_cached: dict[int, int] = {}
         """The cached tokens of each prompt: the least number among the prompt's choices.
 
-        A later choice may also find blocks that the first choice has stored, so its number may be larger.
+        A later choice may find blocks that the first choice has stored, and then has a larger number.
         """
         self._num_completion_tokens = 0
         self._is_closed = False
@@ -132,7 +132,7 @@ class Generation:
         """Return the new output that `event`, the next event of a choice, brings. Raises RequestError.
 
         Returns None if the choice had ended already, at a stop string, while the event was in flight. If the
-        output has a finish reason, the choice has ended, and the caller calls `end`.
+        output has a finish reason, the choice has ended, and the caller must call `end`.
         """
         choice = self._running.get(event.request_id)
         if choice is None:
@@ -204,14 +204,14 @@ class Generation:
         if not event.logprobs:
             return Delta(choice.index, text, token_ids, finish_reason)
         logprobs = event.logprobs[: len(token_ids)]
-        # The token that ended the choice has no text: it begins where that ends.
+        # The token that ended the choice has no text. Its offset is the end of the text.
         offsets = [*decoded.offsets, choice.text.num_chars][: len(logprobs)]
         return Delta(choice.index, text, token_ids, finish_reason, logprobs, offsets)
 
     def _count(self, choice: _Choice, num_tokens: int, num_cached_tokens: int) -> None:
         now_s, gap_s = self._now(), None
         if choice.last_s is None:
-            # A later attempt finds what the first one computed; the client is told of the first.
+            # A later attempt finds blocks that the first one has stored. The first one's number is shown.
             choice.num_cached_tokens = num_cached_tokens
             prompt = choice.index // self._job.num_choices_per_prompt
             self._num_cached[prompt] = min(num_cached_tokens, self._num_cached.get(prompt, num_cached_tokens))

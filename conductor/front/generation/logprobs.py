@@ -45,7 +45,7 @@ def of_completion(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
 def _by_text(token_id: int, of_token: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
     shown: dict[str, float] = {}
     for likely, logprob in (*_top(of_token), (token_id, of_token.logprob)):
-        # Parts of characters look the same: the likeliest stays.
+        # Tokens that are parts of characters have the same text. The likeliest of them stays.
         shown.setdefault(_piece(token_bytes, likely)[0], _shown(logprob))
     return shown
 

@@ -100,9 +100,9 @@ class Reception:
     def accept(self, output: TokenOutput) -> list[Received] | None:
         """Return the new tokens that `output` completes; None if `output` is dropped.
 
-        An output of a replaced attempt is dropped, unless early outputs wait: then it may fill the gap before
-        them. Raises GenerationFailedError if the latest attempt draws other tokens than an earlier attempt
-        did, as tokens that the client has read cannot be taken back.
+        An output of a replaced attempt is dropped, unless early outputs wait: it may fill the gap before the
+        early outputs. Raises GenerationFailedError if the latest attempt draws other tokens than an earlier
+        attempt did, as tokens that the client has read cannot be taken back.
         """
         attempt = _attempt(output)
         is_stale = attempt < self.attempt
@@ -120,7 +120,7 @@ class Reception:
 
         `attempt` is the attempt of the output that has just arrived.
         """
-        if attempt == self.attempt:  # it gives the rest itself, so outputs of earlier attempts are not needed
+        if attempt == self.attempt:  # this attempt gives the rest, so outputs of earlier ones are not needed
             self.early = [output for output in self.early if _attempt(output) == attempt]
         while self.early and self.early[0].position <= len(self.token_ids):
             if received and received[-1].finish_reason is not None:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 TRACE_BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 MOST_QUEUED = 10_000
-"""The most requests that wait for hashing. Further requests are not recorded."""
+"""The length of the thread's queue above which further requests are not recorded."""
 _ID_BITS = 53
 """The bits of a hash id: as many as JSON readers represent exactly."""
 
@@ -144,7 +144,7 @@ class _Trace:
         """
         line = self._waiting.get(request_id)
         if line is None:
-            return True  # it was left out
+            return True  # the request was left out
         line.output_length = num_output_tokens
         self._ended.add(request_id)
         while self._waiting and (first := next(iter(self._waiting))) in self._ended:

@@ -86,7 +86,7 @@ class GenerationResponse(Response):
                 except RequestError as error:
                     error.__traceback__ = None
                     self._outcome = outcome_of(error)
-                    await self._generation.aclose()  # a client that has the answer finds it counted
+                    await self._generation.aclose()  # counts the request before the answer ends
                     if self._has_started:
                         await self._send_part(event(error_body(error)), is_last=True)
                     else:
@@ -166,7 +166,7 @@ class GenerationResponse(Response):
 
     async def _end(self, chunks: bytes) -> None:
         """Send the whole answer or, if it is streamed, its last chunks `chunks` and the end of the stream."""
-        await self._generation.aclose()  # a client that has the answer finds it counted
+        await self._generation.aclose()  # counts the request before the answer ends
         usage = self._generation.usage()
         if self._is_streamed:
             await self._send_part(chunks + self._answers.end(usage), is_last=True)

@@ -20,7 +20,7 @@ from conductor.front.openai.tools import ToolUse
 from mooncake.messages.requests import FinishReason
 
 _ID_ALPHABET = string.ascii_letters + string.digits
-_MISTRAL_ID_CHARS = 9  # its templates refuse others
+_MISTRAL_ID_CHARS = 9  # Mistral's chat templates refuse other lengths
 
 
 class ToolAnswer:
@@ -42,7 +42,7 @@ class ToolAnswer:
         events = self._parser.push(text)
         if finish_reason is not None:
             events += self._parser.finish(is_cut=finish_reason is FinishReason.LENGTH)
-        # What must be calls and is none is the beginning of one, which was cut.
+        # If the answer must consist of calls, text is the beginning of a call that was cut.
         self._events = [event for event in events if not (self._tools.must_call and isinstance(event, Text))]
 
     @property

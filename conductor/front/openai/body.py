@@ -83,7 +83,7 @@ def parse(
     """
     if not body:
         raise RequestError("the request body is empty; expected a JSON object", code="invalid_json")
-    gc.disable()  # it would look again and again at the millions of lists that a hostile body can hold
+    gc.disable()  # the collector would visit the millions of lists of a hostile body again and again
     try:
         with refusing_depth():
             value = msgspec.json.decode(body)

@@ -136,7 +136,7 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
         raise RequestError(
             f"{param} cannot set {', '.join(sorted(named))}", param=param, code="invalid_value"
         )
-    # A template may write them beside each message: Llama 2's writes `bos_token`.
+    # A template may write variables beside each message: Llama 2's writes `bos_token`.
     _check_num_chars(num_messages * len(json.dumps(variables)), model, param)
 
 
@@ -254,7 +254,7 @@ def _check_room(prompt: Sequence[int], context_len: int, path: str) -> None:
 
 
 def _too_long(size: str, context_len: int, path: str) -> RequestError:
-    # By "prompt is too long" LangChain tells this error from others, by "this model's maximum ..." LiteLLM.
+    # LangChain recognises this error by "prompt is too long", LiteLLM by "this model's maximum ...".
     return RequestError(
         f"the prompt is too long: it has {size}, but this model's maximum context length is {context_len}"
         " tokens, the answer included; shorten it",

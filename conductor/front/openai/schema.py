@@ -84,7 +84,7 @@ _UNSERVED_IN_COMPLETIONS: Neutral = {
     "suffix": ("",),
 }
 _UNSERVED_IN_MESSAGE: Neutral = {
-    # What OpenAI's own client puts into an assistant's message when it is sent back.
+    # Fields that OpenAI's own client puts into an assistant's message that it sends back.
     "annotations": ([],),
     "audio": (),
     "function_call": (),

@@ -136,7 +136,7 @@ class ToolCallParser:
         dropped, not returned as text.
         """
         may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
-        # Else it is a part of the mark behind calls.
+        # Otherwise the rest is a part of the mark behind calls, and is dropped.
         if (self._raw or self._in is _In.TEXT) and not (is_cut and may_be_call):
             self._say(self._raw + self._rest)
         self._raw = self._rest = ""

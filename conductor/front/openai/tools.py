@@ -151,7 +151,7 @@ def tool_use(
             code="unsupported_parameter",
         )
     must_call = named is not None or tool_choice == "required"
-    # A model that must go on calling or end, and would rather say something, repeats calls.
+    # A model that may only write calls or end repeats calls when it would rather write text.
     is_single = named is not None or parallel_tool_calls is False or (must_call and not parallel_tool_calls)
     return ToolUse(
         tool_format,

@@ -95,7 +95,7 @@ async def serve(
         front = FrontState(config, model, conductor, registry, caches, display, tracer)
         sockets.callback(front.close)
         if tracer is not None:
-            sockets.enter_context(tracer.exporting())  # with a thread: what forks has forked
+            sockets.enter_context(tracer.exporting())  # starts a thread, so all forks must have been made
         access = AdminAccess(config, front.metrics)
         servers = [_http_server(create_app(front, access), main, config, certificate)]
         if admin is not None:
@@ -105,7 +105,7 @@ async def serve(
             beside.append(group.create_task(_tidy_up_behind(servers)))
             if certificate is not None:
                 beside.append(group.create_task(certificate.follow()))
-            with contextlib.suppress(TimeoutError):  # requests are told then that it does not answer
+            with contextlib.suppress(TimeoutError):  # requests then get an error of the link
                 await asyncio.wait_for(front.link.first_answer.wait(), _FIRST_ANSWER_S)
             host, port = main.getsockname()[:2]
             scheme = "http" if certificate is None else "https"

@@ -73,9 +73,9 @@ def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfi
 
 def announce(ready: Ready) -> None:
     """Prepare the garbage collector for serving, and report to the supervisor that the process is ready."""
-    # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
+    # Objects of the start stay for good. Collections that visit them would stop all streams for 50 ms.
     gc.collect()
     gc.freeze()
-    # One message with the tokens of all streams makes more of them than Python lets come between two looks.
+    # One message with the tokens of all streams makes more objects than Python's default threshold.
     gc.set_threshold(_NUM_NEW_OBJECTS, *gc.get_threshold()[1:])
     report(ready)
