@@ -66,7 +66,7 @@ def load_or_do_without(
     try:
         return load(source, flags)
     except NativeCodeError as error:
-        # The error itself, in a record of the log, would keep what the callers have open.
+        # A log record with the error itself would keep the callers' objects alive.
         log.warning("%s: %s", otherwise, str(error))
         return None
 

@@ -86,7 +86,7 @@ class CostEstimator:
         self._has_learned = np.zeros(0, np.bool_)
         self._kind_at = np.zeros(0, np.int64)
         self._kinds: dict[Hashable, int] = {}
-        self._num_surprises: list[int] = []  # large errors in a row; negative if durations were shorter than predicted
+        self._num_surprises: list[int] = []  # large errors in a row; negative if shorter than predicted
 
     def reset(self, slot: int, kind: Hashable = None) -> None:
         """Reset the costs of a slot for another instance. Slots are added as needed.

@@ -100,10 +100,11 @@ class Instance:
     def max_sequence_blocks(self) -> int:
         """Blocks of the longest sequence that fits into the idle instance.
 
-        Most sequences must fit both with the modules where they are and with all modules back. If a helper
-        has device pages of a decode instance, a sequence may be so long that it needs these pages. They stay
-        at the helper as long as such a sequence runs. So no further one is taken while the helper leaves
-        service. A prompt must always fit without the helper (`max_prompt_blocks`).
+        A sequence must fit both with the modules where they are and with all modules back. There is one
+        exception: if a helper has device pages of a decode instance, a sequence may be so long that it needs
+        these pages. The pages then stay at the helper until the sequence has ended, so no such sequence is
+        taken while the helper leaves service. A prompt must always fit without the helper
+        (`max_prompt_blocks`).
         """
         capacity = self.registration.capacity
         most = min(capacity.num_pool_pages, self.num_device_pages)
@@ -150,8 +151,8 @@ class Instance:
     def num_pages_at_helper(self) -> int:
         """The number of device pages that a helper has for this instance.
 
-        These pages are for full pages of requests that run here. A request that migrates here gets none of
-        them in advance.
+        These pages are for full pages of the instance's running requests. A request that migrates to the
+        instance gets none of them in advance.
         """
         if not self.modules.part.share:
             return 0
@@ -178,13 +179,13 @@ class Instances:
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
         self._by_name: dict[str, Instance] = {}
-        self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
+        self._lost: dict[str, tuple[Instance, float]] = {}  # each with the time until which it is expected
         self._emptying: dict[str, Instance] = {}
         self._all_expected_until_s: float | None = None
         self._num_before = 0
         self.num_changes = 0
         """The number of times that an instance has come or gone."""
-        self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
+        self._largest: dict[Role, Instance | None] = {}  # cached results of `largest`
 
     def add(self, instance: Instance) -> None:
         """Add a life of an instance. An earlier life of the name must have been removed."""

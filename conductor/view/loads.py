@@ -307,7 +307,7 @@ class Loads:
             head_s, self.head_priority[slot] = head.left_s, head.priority
             prefills.head_began_s = max(head.ordered_s, prefills.last_ended_s)
         elif not prefills.waiting:
-            self.queued_s[slot] = 0.0  # rounding does not add up
+            self.queued_s[slot] = 0.0  # drops the rounding errors of the sums
         queued_s = self.queued_s.item(slot)
         self.behind_head_s[slot], self.ends_s[slot] = queued_s - head_s, prefills.head_began_s + queued_s
 

@@ -42,7 +42,7 @@ _MORE_NOBLOCK = int(zmq.SNDMORE) | _NOBLOCK
 
 
 class PeerGoneError(TransferError):
-    """The addressed peer is not connected (`ROUTER_MANDATORY`)."""
+    """A message cannot be sent: its peer is not connected or does not read, or the message is too long."""
 
 
 def peer_identity(instance: str, incarnation: int) -> bytes:
@@ -91,9 +91,9 @@ class _Socket(Generic[Incoming]):
 
     def _on_signal(self) -> None:
         if self._is_awaited():
-            self._wake()  # it will find out what there is
+            self._wake()  # the receiver looks for messages itself
         else:
-            self._socket.getsockopt(zmq.EVENTS)  # asked for, or the descriptor goes on telling
+            self._socket.getsockopt(zmq.EVENTS)  # must be read, else the descriptor stays readable
 
     def _look(self) -> None:
         """Wake the receiver if a message is there.

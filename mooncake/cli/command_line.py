@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line each, and name the nearest known name.
 
     Options have no abbreviations. A misspelled option is reported before anything else: argparse would take
-    its value for a command, or report what is missing instead.
+    the option's value for a command, or report a missing argument instead.
     """
 
     def __init__(self, *, no_command: str = "", **settings: Any) -> None:
@@ -58,7 +58,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(WRONG_USE, f"error: {message} ({self.prog} --help)\n")
 
     def _option_names(self, given: Sequence[str]) -> Iterator[str]:
-        """Yield the given options of this parser, up to a command, whose own options follow."""
+        """Yield the names of the options that were given to this parser itself.
+
+        Stops at `--`, and at a subcommand, whose options belong to the subcommand.
+        """
         arguments = iter(given)
         for argument in arguments:
             if argument == "--":

@@ -84,7 +84,7 @@ def _render(templates: Sequence[str]) -> None:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # As transformers', but for what no template needs to take much.
+    # The environment of transformers, without parts that take little in any template.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -89,7 +89,7 @@ class AdminClient:
         self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
 
     def move(self, name: str, helper: str, part: ModulesPart) -> None:
-        """Order an instance to move a part of it to a helper; a part without anything moves all back.
+        """Order an instance to move a part of it to a helper. An empty part moves all modules back.
 
         Raises MooncakeError.
         """
@@ -176,10 +176,9 @@ def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> i
 
 
 def migrate(client: AdminClient, name: str, helper: str, part: ModulesPart) -> int:
-    """Move a part of an instance to a helper (a part without anything: all back), and wait for the end of the
-    move.
+    """Move a part of an instance to a helper, and wait for the end of the move.
 
-    Returns the exit code. Raises MooncakeError.
+    An empty part moves all modules back. Returns the exit code. Raises MooncakeError.
     """
 
     def end_of(status: InstanceStatus | None) -> str | None:
@@ -216,7 +215,8 @@ def _wait(
 ) -> int:
     """Send an order, and show its progress until `end_of` returns a text that says how it has ended.
 
-    Returns the exit code.
+    `goes_on` is the text for an interrupted wait. `shown` returns the present step and a count for the
+    display. Returns the exit code.
     """
     order()
     answered_s = time.monotonic()
@@ -250,7 +250,7 @@ def _progress(status: InstanceStatus) -> str:
 
 
 def read_key(file: Path | None) -> str | None:
-    """Return the API key in a file. Raises ConfigError."""
+    """Return the API key in a file; None without a file. Raises ConfigError."""
     if file is None:
         return None
     try:

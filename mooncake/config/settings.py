@@ -254,7 +254,7 @@ def describe(path: tuple[str, ...]) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return a key's default as a user would write it; empty if there is none."""
+    """Return a key's default as the command line would have it; empty if there is none."""
     match field.default:
         case None:
             return ""

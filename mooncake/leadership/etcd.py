@@ -80,7 +80,7 @@ class Etcd:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    # All of these raise UnreachableError and RefusedError.
+    # All methods below raise UnreachableError and RefusedError.
 
     async def grant(self, lease: int, ttl_s: int) -> None:
         """Grant the lease with this number, unless it exists. etcd may raise the time to live to its own
@@ -102,7 +102,7 @@ class Etcd:
         """Create a key that exists as long as the lease does, unless the key exists already. Raises
         LeaseLostError."""
         if int((await self._ask("kv/range", {"key": key, "count_only": True})).get("count", 0)):
-            return  # a full etcd would refuse what changes nothing too
+            return  # a full etcd refuses even a transaction without effect
         absent = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
         put = {"request_put": {"key": key, "value": value, "lease": lease}}
         await self._ask("kv/txn", {"compare": [absent], "success": [put]})
@@ -162,7 +162,7 @@ class Etcd:
                 async for line in response.aiter_lines():
                     kv = _result(line.encode())["kv"]
                     yield FirstKey(_bytes(kv["key"]), _bytes(kv.get("value", "")), int(kv["create_revision"]))
-            # So it also ends if the login is not known any more.
+            # The stream also ends in this way if the login is not known any more.
             await self._check(prefix)
         except (httpx.ReadTimeout, _OldLoginError):
             await self._check(prefix)

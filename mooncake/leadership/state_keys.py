@@ -22,7 +22,10 @@ WRITERS = "writers"
 """The prefix, behind the cluster's prefix, of the keys that guard the order of changes: one key for each
 leader."""
 MAX_KEYS = 100
-"""Keys of one change at most; etcd takes 128 unless configured otherwise."""
+"""The most keys in one change, which is one transaction of etcd.
+
+By default etcd allows 128 operations in one.
+"""
 LATE_S = 0.5
 """Seconds after which a change that fails has failed late: then the callers that wait for their turn behind
 it fail too."""

@@ -15,8 +15,11 @@ def aged_priority(priority: int, waited_s: float) -> int:
 
 
 def due_s(time_left_s: float | None, now_s: float) -> float:
-    """Return the time at which the first token of a prompt that arrives at `now_s` is due; an overdue token
-    is due now."""
+    """Return the time at which the first token of a prompt is due.
+
+    The prompt arrives at `now_s` with `time_left_s` seconds left; a negative time counts as 0. None means
+    that the prompt has no deadline, so `NO_DEADLINE_S` is assumed.
+    """
     return now_s + (NO_DEADLINE_S if time_left_s is None else max(0.0, time_left_s))
 
 

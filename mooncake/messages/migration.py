@@ -238,7 +238,8 @@ class ModulesPlace(msgspec.Struct, frozen=True):
 
 
 class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
-    """Order to a decode instance: move `part` to a helper; nothing: move all back.
+    """Order to a decode instance: move `part` to a helper. An empty `part` is the order to move all modules
+    back.
 
     `ModulesPlace` with this number reports the result.
     """

@@ -62,8 +62,10 @@ class Migrate(msgspec.Struct, tag=True, frozen=True):
 
 
 class MoveModules(msgspec.Struct, tag=True, frozen=True):
-    """Order of an operator to move `part` of an instance to a helper; nothing: to move all back. Answered by
-    `Ordered`."""
+    """Order of an operator to move `part` of an instance to a helper. Answered by `Ordered`.
+
+    An empty `part` is the order to move all modules back.
+    """
 
     order: Count
     instance: str

@@ -1,7 +1,7 @@
-"""Bounded quantities in messages: negative, infinite and absurd numbers are refused by the decoder.
+"""Bounded quantities in messages: the decoder refuses negative, infinite and far too large numbers.
 
-A peer's numbers go into sums and estimates that last. A NaN would stay in them for ever, and a number too
-large for an integer array would end the process that stores it there.
+A peer's numbers are added to sums and estimates that are kept for a long time. A NaN would stay in them for
+ever, and a number too large for an integer array would end the process that stores it there.
 
 Owns: these bounds. Does not know: messages, configuration.
 """

@@ -51,7 +51,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             reads_mlp_bias=True,
             gguf_interleaves_qk=True,
         ),
-        # Its dense models are converted to GGUF as "llama"; the computation is the same.
+        # llama.cpp converts dense Mistral models to GGUF as "llama"; the computation is the same.
         Architecture("MistralForCausalLM", "mistral", WindowRule.ALL_LAYERS),
         Architecture(
             "Qwen2ForCausalLM",

@@ -25,7 +25,7 @@ class ByteLevelPieces(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self._backend.id_to_token(token_id) or ""
-        # As the decoder does: what is not written in the alphabet is meant as it is.
+        # As in the library's decoder, a piece with a character outside the alphabet stands for itself.
         is_written = all(character in BYTE_OF for character in piece)
         found = bytes(map(BYTE_OF.__getitem__, piece)) if is_written else piece.encode()
         self[token_id] = found

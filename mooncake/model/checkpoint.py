@@ -36,8 +36,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_METADATA_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 _HUB_IGNORE_PATTERNS = ["original/*", "consolidated*"]
 
-# Keys of config.json that do not change what a KV byte means. A list of exclusions: a key that nobody thought
-# of must tell two models apart, never make them one.
+# Keys of config.json that do not change the meaning of KVCache bytes. Only these are ignored:
+# models that differ in an unknown key must count as different.
 _NOT_ARCHITECTURE = frozenset(
     {
         "_name_or_path",

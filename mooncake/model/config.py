@@ -26,7 +26,7 @@ _ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
 _OPT_NORM_EPS = 1e-5
 """The default of torch's LayerNorm, which OPT uses."""
 
-# Some ten times the largest models' sizes: what is beyond them is an error, and would only take memory.
+# About ten times the sizes of the largest models. Larger values are errors, and would only take memory.
 NumLayers = Annotated[int, Field(ge=1, le=1 << 10)]
 NumHeads = Annotated[int, Field(ge=1, le=1 << 12)]
 HeadDim = Annotated[int, Field(ge=2, le=1 << 12, multiple_of=2)]
@@ -228,7 +228,7 @@ class ModelConfig(GenerationDefaults):
         partial = self.rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
         if not math.isclose(partial, 1.0):
             raise ValueError(f"partial_rotary_factor must be 1.0, got {partial:g}")
-        # Properties that refuse what they cannot express.
+        # These properties raise ValueError for values that are not supported.
         _ = self.window, self.native_dtype
         if self.quantization_config:
             method = self.quantization_config.get("quant_method")

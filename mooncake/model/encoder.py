@@ -27,7 +27,7 @@ from mooncake.errors import RequestError, first_line, is_panic
 # sign) is an s (or a k) in another case. The last ones are numbers since Unicode 17.
 _DISPUTED = re.compile("[\u180e\u017f\u212a\U00011de0-\U00011de9\U00016ff4-\U00016ff6]")
 _CODE_POINTS = (*range(0x100), *range(0x100, 0xD800, 151), *range(0xE000, 0x32000, 151), 0xE0041, 0x10FFFF)
-# What regexes of pre-tokenizers name, and what they have been wrong about.
+# Pieces that the regexes of pre-tokenizers name, or that libraries have split wrongly.
 _PIECES = (
     *("the", " a", "Z", "é", "e\u0301", "ǅ", "日本", "ア", "한", "א", "हि", "ไทย", "ﬁ"),
     *("1", "23", "٣", "½", "Ⅷ", "𝟙"),
@@ -37,7 +37,7 @@ _PIECES = (
     *("'s", "'LL", "’re", "__", "-", "!", "...", "—", "€", "+=", "/", "\u2581", "Ġ", "<|", "|>"),
     *("🎉", "👩\u200d👩\u200d👧", "🇩🇪", "1\ufe0f\u20e3"),
 )
-# GPT-2's regex (ByteLevel's own) behind a split at each digit: white space before one is as at a text's end.
+# GPT-2's regex, as after a split at each digit: white space before a digit is like that at a text's end.
 _DIGITS_AND_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
 _NUM_MIXED_TEXTS = 64
 _MIXED_TOGETHER = 64
@@ -98,7 +98,7 @@ def _surely(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
 
 def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
     """Return fastokens' form of the tokenizer; None unless it gives the same ids as the tokenizer."""
-    # Read with the first long text: other cores are not for one prompt, workers compute on them.
+    # fastokens reads it with its first long text. A prompt gets one core: workers compute on the others.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     try:
         fields = json.loads(backend.to_str())

@@ -78,7 +78,7 @@ def opened(path: Path, max_bytes: int | None = None) -> Generator[BinaryIO, None
     """Make a context with `path` opened for reading, and checked again after opening. Raises ModelError."""
     check_file(path, max_bytes)
     try:
-        # Non-blocking: of a FIFO that has taken the file's place since.
+        # Non-blocking, as a FIFO may have taken the file's place since the check.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ModelError(f"{path} is no regular file any more")

@@ -43,7 +43,7 @@ def _by_words_and_digits() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# The models' own tokenizer.json, as published; Llama 3 and Qwen 2 differ in how many digits stay together.
+# The regexes of published tokenizer.json files; Llama 3 and Qwen 2 differ in how many digits stay together.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -30,7 +30,7 @@ MAX_GRAMMAR_BYTES = 32 << 10
 """Bytes of the largest grammar, which compiles in at most 2 s, usually in 10 ms."""
 _MAX_KEPT = 32
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-# llguidance's defaults for the rest: a mask takes at most some 20 ms, and usually 0.1 ms.
+# The other limits are llguidance's defaults: a mask takes at most some 20 ms, and usually 0.1 ms.
 _MAX_REASON_CHARS = 300
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _SOURCE = re.compile(r"\n *\d+ \| .*", re.DOTALL)
@@ -59,7 +59,7 @@ class GrammarState:
         the bits.
         """
         for token in tokens[self._num_tokens :]:
-            if not self._matcher.is_stopped():  # at its end there is nothing to follow
+            if not self._matcher.is_stopped():  # tokens behind the grammar's end are not checked
                 self._matcher.consume_token(token)
         self._num_tokens = len(tokens)
         fill_next_token_bitmask(self._matcher, self._bits)
@@ -109,7 +109,7 @@ class Vocabulary:
         ids = self._encode(text.decode())
         if not any(token in self.special_token_ids for token in ids):
             return ids
-        # A text that looks like a special token is none.
+        # Text that looks like a special token is encoded character by character.
         return [token for character in text.decode() for token in self._encode(character)]
 
     def _encode(self, text: str) -> list[int]:

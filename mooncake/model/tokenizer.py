@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character is at most four bytes, so the one in flight shows as at most three replacement characters.
+# A character has at most four bytes, so an incomplete one shows as at most three replacement characters.
 _MAX_CHARS_IN_FLIGHT = 3
 _CONTEXT_TOKENS = 8
-# Several times what the longest tokens have; the encoder is tried on every beginning of every added token.
+# Several times the lengths of real tokens. The encoder is tried on every beginning of every added token.
 _MAX_TOKEN_CHARS = 1024
 _MAX_ADDED_CHARS_SQUARED = 1 << 26
 _MAX_TOKENS_AROUND = 64  # of each text: a few special ones at its ends
-_MAX_WINDOW_TOKENS = 16  # while text flows
+_MAX_WINDOW_TOKENS = 16  # while characters become complete
 _MAX_BROKEN_TOKENS = 32  # when so many tokens end in replacement characters, the bytes are not UTF-8 at all
 
 # Arguments of transformers' `apply_chat_template` that are not the template's variables. A request that could
@@ -202,7 +202,7 @@ class IncrementalDetokenizer:
         if text.endswith(_REPLACEMENT):
             max_tokens = _MAX_BROKEN_TOKENS
             if len(self._window) <= max_tokens:
-                # All of the run, as byte fallback shows whole characters before the one in flight so, too.
+                # The whole run: byte fallback also shows complete characters before the incomplete one so.
                 num_certain = len(text.rstrip(_REPLACEMENT))
             else:
                 num_certain -= _MAX_CHARS_IN_FLIGHT
@@ -222,8 +222,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
     def _shorten_window(self, text: str) -> None:
-        """Drop old tokens from the window, at a place where the later tokens decode to the same text without
-        them.
+        """Drop old tokens from the window, if the tokens behind them decode to the same text alone.
 
         More than `_MAX_CHARS_IN_FLIGHT` characters must remain, so that an incomplete character is wholly
         inside the window.
@@ -348,7 +347,7 @@ def _from_directory(checkpoint: Checkpoint) -> "PreTrainedTokenizerFast":
 
     path = checkpoint.path
     if (path / "tokenizer.json").is_file():
-        # The published file as it is; AutoTokenizer rebuilds some families' from its own idea of them.
+        # The published file, unchanged: AutoTokenizer rebuilds some families' tokenizers in its own way.
         return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     wrapped = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not isinstance(wrapped, PreTrainedTokenizerFast):

@@ -74,7 +74,7 @@ class Child:
         os.close(output_write)
         os.close(status_write)
         if self._signal is not None:
-            self._send(self._signal)  # it came while the process was being started
+            self._send(self._signal)  # the signal came while the process was being started
         assert self.process.stdin is not None
         # stdin stays open: its end tells the child that the supervisor is gone.
         # Grows even when the clock is set back.

@@ -1,7 +1,7 @@
 """The supervisor's output for people: progress bars on a terminal, plain lines elsewhere.
 
-Everything is written by a thread of its own: a terminal that is stopped, or a pipe that nobody reads, must
-not stop the cluster. Output that does not fit into the thread's queue is dropped.
+Everything is written by a thread of its own: a paused terminal, or a pipe that nobody reads, must not block
+the cluster. Output that does not fit into the thread's queue is dropped.
 """
 
 import contextlib

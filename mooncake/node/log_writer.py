@@ -1,7 +1,7 @@
 """The log of a process: lines on stderr, written by a thread of its own.
 
-A supervisor that is stopped, or a pipe that nobody reads, must not stop the process: what does not fit into
-the queue is dropped.
+A paused supervisor, or a pipe that nobody reads, must not block the process: lines that do not fit into the
+queue are dropped.
 
 Owns: the way from a logger to stderr. Does not know: loggers.
 """

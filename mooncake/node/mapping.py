@@ -85,7 +85,7 @@ def allocate(fd: int, size_bytes: int, is_given_up: Callable[[], bool] = lambda:
         huge_bytes = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if are_huge and huge_bytes:
             for page in range(start, start + huge_bytes, HUGE_PAGE_BYTES):
-                os.posix_fallocate(fd, page, mmap.PAGESIZE)  # nothing becomes a huge page where nothing is
+                os.posix_fallocate(fd, page, mmap.PAGESIZE)  # an empty range becomes no huge page
             are_huge = mapping.use_huge_pages(start, huge_bytes)
         os.posix_fallocate(fd, start, num_bytes)
 

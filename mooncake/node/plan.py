@@ -80,8 +80,8 @@ class _Part:
 def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     """Return the processes of this node, in the order in which they are started.
 
-    This creates the pool segments: their memory is allocated here, all at once, so that a node without enough
-    fails at start and not under load.
+    This creates the pool segments. Their memory is allocated here, all at once, so that a node without enough
+    memory fails at start and not under load.
     """
     if config.is_alone:
         local = {name: f"ipc://{run_dir.socket(name)}" for name in ("conductor", "reply")}
@@ -120,7 +120,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
 
 
 def _own_socket(path: Path, index: int, usual: str) -> str:
-    """Return the socket path of part `index` in the user's folder, linked from the usual path."""
+    """Return the configured socket path for part `index`, and link the path `usual` to it."""
     socket_path = _port_higher(str(path.absolute()), index)
     os.symlink(socket_path, usual)
     return socket_path

@@ -1,8 +1,8 @@
 """The child's side of supervision: how a child gets its configuration, reports to the supervisor, and ends.
 
 A child process gets its configuration as one JSON line on stdin. The pipe stays open as long as the
-supervisor lives: its end, like SIGTERM, stops the child. Progress and the reason of a fatal error go
-back as JSON lines on the descriptor named by `MOONCAKE_STATUS_FD`; a child started by hand has no such
+supervisor lives. The end of the pipe, like SIGTERM, ends the child. Progress and the reason of a fatal error
+go back as JSON lines on the descriptor named by `MOONCAKE_STATUS_FD`; a child started by hand has no such
 descriptor, and only logs.
 
 Owns: start and end of a child process. Does not know: what the child does.
@@ -48,15 +48,17 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The status that the child serves. `detail` is shown to the user, `hint` once all children serve."""
+    """The status that the child serves. `detail` is shown at once, `hint` when all children serve."""
 
     detail: str = ""
     hint: str = ""
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """The status that the child's event loop runs, sent every `BEAT_S` seconds unless it hangs or the process
-    is stopped."""
+    """The status that the child's event loop runs.
+
+    It is sent every `BEAT_S` seconds, unless the loop hangs or the process is paused.
+    """
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
@@ -116,7 +118,7 @@ def child_main(
     _report_compiling()
     _raise_descriptor_limit()
     config = config_type.model_validate_json(sys.stdin.readline())
-    gc.freeze()  # the modules: to look through them would stop a worker for 100 ms every now and then
+    gc.freeze()  # collections that visit the modules' objects would stop a worker for 100 ms
     try:
         with asyncio.Runner(loop_factory=functools.partial(loop_factory, config)) as runner:
             runner.run(_run(serve(config)))
@@ -136,7 +138,7 @@ class _Reporting(logging.Handler):
 
 
 def _report_compiling() -> None:
-    """Report compilations as progress, as users wait for them."""
+    """Report compilations as progress, as people wait for them."""
     native.compiling.addHandler(_Reporting())
     native.compiling.setLevel(logging.INFO)
     native.compiling.propagate = False
@@ -189,6 +191,6 @@ async def _beat() -> None:
     status_fd = os.environ.get(STATUS_FD_VARIABLE)
     while status_fd is not None:
         _, writable, _ = select.select([], [int(status_fd)], [], 0)
-        if writable:  # a supervisor that is stopped reads nothing, and must not stop its children
+        if writable:  # a paused supervisor reads nothing, and must not block its children
             report(Alive())
         await asyncio.sleep(BEAT_S)

@@ -35,7 +35,7 @@ class Run(msgspec.Struct, frozen=True):
     """The address of the cluster (`Config.cluster_address`), equal in all runs of one cluster, and in no run
     of another cluster."""
     http_port: int | None = None
-    """The port of the API, if the run has one and the user chose it; else None."""
+    """The port of the API, if the run has one and the configuration names it; else None."""
 
 
 class RunDirectory:
@@ -44,7 +44,7 @@ class RunDirectory:
     def __init__(self) -> None:
         base = _base()
         _remove_abandoned(base)
-        # It gets the name by which others find it only once it is locked.
+        # The directory gets the name by which others find it only once it is locked.
         try:
             starting = Path(tempfile.mkdtemp(prefix=STARTING_PREFIX, dir=base))
         except OSError as error:

@@ -57,7 +57,7 @@ def available_bytes() -> int | None:
         used = int((group / "memory.current").read_text())
         reclaimable = int(statistics["active_file"]) + int(
             statistics["inactive_file"]
-        )  # a file that was read
+        )  # pages of files that were read
         available = min(available, limit - used + reclaimable)
     return available
 

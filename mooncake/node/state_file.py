@@ -88,7 +88,7 @@ class StateFile:
 
 def _opened(path: Path, schema: Iterable[str]) -> sqlite3.Connection:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # it has prompts: for nobody else
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # private: it has prompts
     database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
     try:
         # Exclusive: the lock ends with the process, however that ends, and WAL needs no shared memory.

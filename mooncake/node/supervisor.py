@@ -40,7 +40,7 @@ async def supervise(config: Config) -> int:
             run_dir.remove()
             os._exit(0)  # the interpreter would wait for the thread that takes memory
         children = [Child(spec, config.log_level) for spec in specs]
-        # Without a conductor nothing that runs can end.
+        # Without a Conductor no running request can end.
         drain_s = config.worker.drain_timeout_s if config.runs_one_instance else 0.0
         hang_timeout_s = None if config.hang_timeout_s == "never" else config.hang_timeout_s
         supervisor = Supervisor(children, stopping, drain_s, hang_timeout_s, started_at_s)
@@ -167,7 +167,7 @@ class Supervisor:
             self._stop.set()
 
     async def _watch(self) -> None:
-        """Kill children that hang or are stopped, except those that do not serve yet, as loading may block.
+        """Kill children that hang or are paused, except those that do not serve yet, as loading may block.
 
         Silence is counted in beats of this process: while the supervisor itself is held up no beat passes,
         and messages of children are read before the next beat.

@@ -13,7 +13,7 @@ from mooncake.errors import ConfigError
 def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     """Load certificate and key into `context`. Raises ConfigError if they cannot be used."""
     try:
-        # A password would be asked for on the terminal.
+        # Without this function OpenSSL would ask for a password on the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or error
@@ -30,7 +30,7 @@ def node_context(protocol: "ssl._SSLMethod", cert: Path, key: Path | None, ca: P
     """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Nodes are known by address; the authority signs only those of the cluster.
+    # Nodes are known by address; the authority signs only nodes of the cluster.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:

@@ -34,7 +34,7 @@ from any peer."""
 CURVE_OVERHEAD_BYTES = 33
 """Bytes that encryption adds to a message: name, nonce, authenticator and flags (ZeroMQ RFC 26)."""
 FAILURES_BEFORE_WARNING = 3
-"""Failed handshakes in a row before a warning, as a server that stops may close one or two connections."""
+"""Failed handshakes in a row before a warning, as a peer that ends may close one or two connections."""
 CROWD_LEN = 64
 """Unauthenticated connections after which freed memory is returned to the system."""
 QUIET_MS = 1000
@@ -263,7 +263,7 @@ class _Reader:
 
     def drain(self) -> None:
         """Handle all messages that have arrived."""
-        # The descriptor tells once that there is something, not as long as there is.
+        # The descriptor signals an arrival once, and not as long as messages are unread.
         while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
 

@@ -80,7 +80,7 @@ class Handshakes:
 
     def _forget(self, descriptor: int) -> None:
         if self._undecided.pop(descriptor, None) is not None and self._num_admitted_undecided:
-            self._num_admitted_undecided -= 1  # it may have been one of those
+            self._num_admitted_undecided -= 1  # it may have been an admitted one
 
 
 class Unauthenticated:

@@ -13,7 +13,10 @@ import time
 from collections.abc import Iterator
 
 QUIET_S = 30.0
-"""Seconds without a loss after which a trouble is over. The SDK reports a full queue at most once in 20 s."""
+"""Seconds without a loss after which losses count as over.
+
+The SDK reports a full queue at most once in 20 s.
+"""
 _OF_EXPORTER, _OF_QUEUE = "opentelemetry.exporter", "opentelemetry.sdk._shared_internal"
 """Two loggers of the SDK: one for complaints about exports, which may still succeed, one for lost spans."""
 log = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ class Losses(logging.Handler):
         super().__init__(logging.WARNING)
         self._endpoint, self._changing = endpoint, threading.Lock()
         self._lost_s: float | None = None
-        """Time of the newest loss; None unless there is a trouble."""
+        """Time of the newest loss; None unless the log says that spans are lost."""
         self._complaint = ""
         """The first complaint about an export since the last success; empty without one."""
 

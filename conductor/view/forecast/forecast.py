@@ -155,7 +155,7 @@ class SystemForecast(Forecast):
         """Return the work of requests that will join until `time_s` and will still be decoded then."""
         if self._lifetimes.all_last((time_s - now_s) / iteration_s):
             return self._prefills.until(time_s)
-        ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill is not older
+        ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill ends after `now_s`, too
         return self._prefills.weighted(self._lifetimes.shares_as_old(ages_s / iteration_s), time_s)
 
 

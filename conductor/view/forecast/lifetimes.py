@@ -31,7 +31,7 @@ class Lifetimes:
     def __init__(self) -> None:
         self._latest: deque[int] = deque(maxlen=_NUM_RECENT)
         self._lasted: Floats | None = None
-        """The number of decodes that lasted at least so long, by age; None to count them again."""
+        """The number of decodes that lasted at least n buckets, by n; None if they must be counted again."""
         self._shares: dict[int, Floats] = {}
         """The cached results of `shares_left` by buckets ahead. The next learned decode clears them."""
 
