@@ -27,7 +27,7 @@ class ReplicationSettings:
 class PolicySettings:
     """The settings of the Conductor's decisions.
 
-    The defaults here are those of a bare policy. The server's defaults are in
+    The defaults here are those of a bare policy. The defaults of `mooncake-serve` are in
     `mooncake/config/conductor_section.py`.
     """
 

@@ -8,6 +8,9 @@ import ctypes
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system. Takes some milliseconds, in which other Python threads run."""
+    """Return freed memory to the operating system.
+
+    Takes some milliseconds, in which other Python threads run.
+    """
     with contextlib.suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

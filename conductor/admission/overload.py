@@ -5,8 +5,8 @@
     prediction          early_rejection, with the decode load at the end of accepted prefills (7.4, system)
     request_prediction  prediction, with each request's expected output length (7.4, request)
 
-A load is a predicted time in relation to its SLO. A request without an SLO is not rejected for it. Prompts of
-different lengths are rejected in proportion (`conductor.admission.headroom`).
+A load is a predicted time in relation to its SLO. A request is not rejected for an SLO that it does not have.
+Prompts of different lengths are rejected in proportion (`conductor.admission.headroom`).
 
 Owns: the rules. Does not know: how a pair is chosen, messages.
 """
@@ -32,8 +32,8 @@ from mooncake.messages.requests import Request
 PROBE_AFTER_S = 5.0
 """Seconds after which an idle instance gets a probe: a prompt whose predicted TTFT is not checked.
 
-The seconds count from the last prefill there whose duration was compared with its prediction. Without probes,
-predictions that reject all requests would never be corrected.
+The seconds count from the instance's last prefill whose duration was compared with its prediction. Without
+probes, predictions that reject all requests would never be corrected.
 """
 _IDLE_S = 1e-6
 """The longest queue, in seconds, that counts as empty.
@@ -144,7 +144,10 @@ class Admission:
             self._headroom.rejected(terms, rejection.prompt_s, now_s)
 
     def learn_refusal(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
-        """Record that a decode instance refused a request after prefill, as it predicts a TBT of `tbt_s`."""
+        """Record that a decode instance refused a request after prefill.
+
+        `tbt_s` is the TBT in seconds that the instance predicts for `batch_size` requests.
+        """
         slot = self._view.slot_of(decode.name)
         assert slot is not None
         predicted_s = self._view.decode_refused(slot, batch_size, tbt_s)

@@ -35,7 +35,7 @@ class TokenBudget:
     num_left: float
     at_s: float
     num_charged: int = 0
-    """All tokens of prompts and outputs that were charged."""
+    """All charged tokens, of prompts and of outputs."""
     num_refunded: int = 0
     """The charged tokens of requests that were rejected later."""
 

@@ -1,4 +1,4 @@
-"""The share of a load that a division into prefill and decode instances can serve within its SLOs.
+"""The share of a load that a division into prefill and decode instances can serve within SLOs.
 
 DistServe (OSDI 2024, section 4) chooses the division offline, for a known load; Splitwise (ISCA 2024, section
 4.1) has a mixed pool whose machines join the stage that lacks machines. Here the division is judged again
@@ -84,7 +84,7 @@ class DivisionCapacity:
         """Return the strain of a division under this load.
 
         With inlining, prompts beyond the capacity of the prefill instances count for the decode instances, as
-        far as these have time for them.
+        far as the decode instances have time for prompts.
         """
         work, (num_prefill, num_decode) = self.work, division
         decode = work.decode / max(num_decode, _LEAST)

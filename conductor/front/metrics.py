@@ -60,7 +60,7 @@ class Denial(StrEnum):
 
 
 def tbt_s(gaps_s: Sequence[float]) -> float | None:
-    """Return the TBT of one request in seconds: the mean of its longest gaps, the share `TBT_SHARE` of all.
+    """Return the TBT of one request in seconds: the mean of the longest `TBT_SHARE` of its gaps.
 
     `gaps_s` are the seconds between the request's iterations. Returns None without gaps.
     """

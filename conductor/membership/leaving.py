@@ -82,7 +82,8 @@ class Leaving:
     def go_on(self, now_s: float) -> list[Effect]:
         """Order copies of leaving instances' blocks, and the return of modules that draining instances host.
 
-        Copies are limited by the room for them. The caller should call it about twice a second.
+        Only copies for which other instances have room are ordered. The caller should call it about twice a
+        second.
         """
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
         effects = self._evacuation.go_on(leaving, now_s)

@@ -127,7 +127,8 @@ class Contexts:
         return effects
 
     def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:
-        """Return the instance that holds most of the cache, and the number of its leading blocks there."""
+        """Return the instance that holds most of the cache (None for none), and the number of leading blocks
+        there."""
         num_blocks = self._prefixes.match(context.keys).num_blocks
         most = int(num_blocks.max(initial=0))
         if not most:

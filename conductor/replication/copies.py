@@ -323,8 +323,8 @@ class Replication:
     def _add(self, copy: PrefixCopy, num_held_blocks: int, now_s: float) -> None:
         """Record an ordered copy.
 
-        A long prefix that is fetched in parts is one copy: the new copy replaces the one whose blocks it
-        continues.
+        A long prefix that is fetched in parts counts as one copy: the copy of a further part replaces the
+        copy that it continues.
         """
         if num_held_blocks:
             earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)

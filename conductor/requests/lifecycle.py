@@ -115,7 +115,8 @@ class TrackedRequest:
     is_promised: bool = False
     """Whether no prediction may reject the request any more.
 
-    True after an attempt has failed, after its instance has drained, and if an earlier Conductor accepted it.
+    True after an attempt has failed, after an instance of the request has drained, and if an earlier
+    Conductor accepted the request.
     """
     may_have_begun: bool = False
     """Whether the front may have output tokens of the request. If so, no instance may refuse later attempts.

@@ -1,5 +1,7 @@
 """Migrations: running requests move from one decode instance to another (Llumnix' staged pre-copy).
 
+The messages of a migration, with C for the Conductor:
+
     C -> source PreCopy, -> PreCopied       the source stores the request's full blocks
     C -> destination Prepare, -> Prepared   the destination fetches and loads them
     ... again, until few tokens are lacking (`step_behind_copies`), `MAX_ROUNDS` times at most ...

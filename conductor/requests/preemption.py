@@ -1,4 +1,4 @@
-"""The choice of requests that yield to another one, by their class and by their tenant's work.
+"""The choice of requests that yield to another one, by their priority and by their tenant's work.
 
 A request that would be rejected may preempt requests that have not begun. Requests with the highest priority
 number yield first. If priorities are equal, requests of the tenant with the most work yield, provided that

@@ -34,7 +34,7 @@ class _Loss:
     is_failure: bool = False
     """Whether a process of the instance has failed in a pass of the suspects."""
     is_reported: bool = False
-    """Whether a process of the instance has reported how its previous life ended."""
+    """Whether a process of the instance has reported how the process's previous life ended."""
     is_open: bool = True
     """Whether the instance has not registered since the loss."""
 

@@ -37,7 +37,7 @@ class Candidates(NamedTuple):
     is_remote: NDArray[np.bool_]
     """Whether the best prefix is fetched; else the instance's own prefix is used."""
     again_s: Floats
-    """Seconds of `rest_s` for blocks that no instance holds, and that another instance will compute."""
+    """The part of `rest_s` for blocks that no instance holds yet, and that another instance will compute."""
     least: int
     """The slot with the least sum of TTFT and `again_s`; the first one if several are equal."""
 

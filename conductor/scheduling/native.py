@@ -52,7 +52,7 @@ def new_scheduler(view: ClusterView, settings: PolicySettings) -> Scheduler:
 
 
 class NativeScheduler(Scheduler):
-    """Algorithm 1 with compiled loops. Their calls keep the GIL, as they are short."""
+    """Algorithm 1 with compiled loops. Calls of the compiled code keep the GIL, as they are short."""
 
     def __init__(self, view: ClusterView, settings: PolicySettings, library: ctypes.CDLL) -> None:
         super().__init__(view, settings)

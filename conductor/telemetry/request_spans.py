@@ -173,8 +173,8 @@ def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
 def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
     """Return the span of a migration that ended at `now_s`.
 
-    For a migration without a move the outcome is the span's error. If the request itself ended, there is no
-    error.
+    If the migration has not moved the request, its outcome is the span's error, except if the request itself
+    has ended.
     """
     outcome = migration.outcome
     has_failed = outcome not in (MigrationOutcome.MOVED, MigrationOutcome.ENDED)

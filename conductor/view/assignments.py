@@ -50,7 +50,7 @@ class Assignment:
     has_moved: bool = False
     """Whether the request has left the decode instance for which its times were predicted."""
     is_adopted: bool = False
-    """Whether an earlier Conductor placed the request. If so, the time of its order is unknown."""
+    """Whether an earlier Conductor placed the request. If so, the time of the placement is unknown."""
 
     @property
     def first_token_s(self) -> float:

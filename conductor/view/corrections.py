@@ -24,7 +24,7 @@ MOST_TTFT = 1.5
 """The largest factor of a predicted TTFT."""
 
 TBT_QUANTILE = 0.9
-"""The share of the latest TBTs reported by decode instances that the corrected prediction covers."""
+"""The share of the latest reported TBTs that are at most as high as their corrected predictions."""
 NEAR_TBT_SLO = 0.3
 """The share of a TBT SLO from which on a batch counts as near the SLO.
 
@@ -134,9 +134,10 @@ class TTFTCorrection:
 class TBTCorrection:
     """The correction of the time that a batch adds to a predicted iteration, for all decode instances.
 
-    Decode instances check the TBT SLO again when prefill has ended (section 3). If they predicted 1% more
-    than the Conductor, the Conductor would go on admitting requests that every decode instance refuses after
-    prefill. Most of an iteration's time does not depend on the batch, so only the batch's part is corrected.
+    Decode instances check the TBT SLO again when prefill has ended (Mooncake, section 3). If these checks
+    predicted 1% more than the Conductor, the Conductor would go on admitting requests that every decode
+    instance refuses after prefill. Most of an iteration's time does not depend on the batch, so only the
+    batch's part is corrected.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,8 @@ class AssignedPrefill:
     """
 
     left_s: float
-    """Predicted seconds to compute the rest of the prompt, as of the last time it became the head."""
+    """Predicted seconds to compute the whole prompt, or the rest that was left when another prompt overtook
+    it."""
     priority: int
     ordered_s: float | None = None
     """The time at which the prompt was ordered; None before."""

@@ -31,7 +31,7 @@ LOGGED_CHARS = 200
 LARGEST_MESSAGE_BYTES = 16 << 20
 """Bytes of the largest message that a `Router` takes. A prompt of 2M tokens has 10 MiB."""
 QUEUE_LEN = 10_000
-"""Messages that may wait for a peer: more than decode iterations send in a minute."""
+"""The most messages that wait for a peer. Decode iterations send fewer messages in a minute."""
 MAX_IN_A_ROW = 16
 """Messages received in a row before other tasks of the event loop run."""
 log = logging.getLogger(__name__)

@@ -106,7 +106,7 @@ class _Steps(msgspec.Struct):
 def _split_and_decode(file: Path) -> None:
     """Normalize, split and decode a text as the tokenizer does.
 
-    The vocabulary is left out: the size of the file bounds what it costs.
+    The vocabulary is left out, as its cost is bounded by the size of the file.
     """
     from tokenizers import Tokenizer
 

@@ -26,7 +26,7 @@ from mooncake.messages.workers import InstanceState, Role
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 MOST_MISSED_S = 10.0
-"""Seconds for which a server that has answered before may give no answer."""
+"""Seconds for which a front that has answered before may give no answer."""
 
 
 _Body = TypeVar("_Body")
@@ -46,13 +46,13 @@ class _ErrorBody(msgspec.Struct):
 
 
 class UnansweredError(MooncakeError):
-    """No server answers at the URL."""
+    """No front answers at the URL, or the front answers that it cannot serve the order now (503)."""
 
 
 class AdminClient:
-    """A client of the routes below `/admin/instances` of the server at `url`.
+    """A client of the routes below `/admin/instances` of the front at `url`.
 
-    `key`: an admin's API key, if the server needs one.
+    `key`: an admin's API key, if the front needs one.
     """
 
     def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:

@@ -34,7 +34,7 @@ class DecodeCosts(msgspec.Struct, frozen=True):
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The fitted costs of one model on one device, with the measured points.
 
-    `engine` and `device` are what workers say when they register.
+    `engine` and `device` are the values with which workers register.
     """
 
     version: int = VERSION

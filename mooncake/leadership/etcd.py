@@ -30,8 +30,10 @@ TLS 1.3 handshake without our certificate."""
 _UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
 _OLD_LOGIN = "revision of auth store is old"
 _REFUSALS = ("authentication", "permission denied", "user name is empty")
-"""Parts of the messages of permanent errors, whose cause is the configuration here or at etcd. All other
-errors may pass."""
+"""Parts of the messages of permanent errors, whose cause is the configuration here or at etcd.
+
+All other errors may be temporary.
+"""
 
 
 class UnreachableError(MooncakeError):
@@ -55,7 +57,7 @@ class _ExistsError(MooncakeError):
 
 
 class FirstKey(NamedTuple):
-    """The oldest key under a prefix. `revision` is the revision of etcd that created the key."""
+    """The oldest key under a prefix. `revision` is etcd's revision at which the key was created."""
 
     key: bytes
     value: bytes

@@ -39,8 +39,10 @@ _CONVERGED = 1e-6
 """The relative change of the costs below which the fit ends."""
 
 HOLD_SHARE = 0.9
-"""The longest hold of a first token, as a share of the time until the token is due; the rest is for its way
-to the client."""
+"""The longest wait of a first token at the double check, as a share of the time until the token is due.
+
+The rest of the time is for its way to the client.
+"""
 
 
 def tbt_margin_s(iteration_s: float, empty_iteration_s: float) -> float:

@@ -73,9 +73,9 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 class Continue(msgspec.Struct, tag=True, frozen=True):
     """The order to run a request again behind the output that the front has.
 
-    The answer to `Interrupted`. A front also sends it unasked if tokens in the middle of the output are
-    missing: then `attempt` is the latest attempt whose tokens have come, and the message is void if the
-    request has another attempt by now. It is repeated until the tokens come.
+    A front sends it in answer to `Interrupted`. It also sends it unasked if tokens in the middle of the
+    output are missing, and repeats it until the tokens come. In that case `attempt` is the latest attempt
+    whose tokens have come, and the Conductor ignores the message if the request has another attempt by now.
     """
 
     request: Request

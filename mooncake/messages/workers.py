@@ -82,7 +82,7 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     engine: str
     """The device and its kernels as text."""
     idle_cores: frozenset[Count] = frozenset()
-    """The cores of the instance's host on which it computes while other processes leave them idle."""
+    """The CPU cores of its host that the instance uses only while other processes leave them idle."""
     device: str = ""
     """The name of the GPU or processor; with several stages or ranks, of the first one."""
     can_decode: bool = True

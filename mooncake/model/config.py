@@ -24,7 +24,7 @@ _ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
 }
 
 _OPT_NORM_EPS = 1e-5
-"""The default of torch's LayerNorm, which OPT uses."""
+"""The epsilon of OPT's LayerNorms, which is torch's default."""
 
 # About ten times the sizes of the largest models. Larger values are errors, and would only take memory.
 NumLayers = Annotated[int, Field(ge=1, le=1 << 10)]

@@ -181,8 +181,10 @@ def _mixed(backend: Backend) -> Iterator[str]:
 
 
 def _overlaps(added: list[AddedToken]) -> Iterator[str]:
-    """Yield texts in which one added token begins within another. Which of the two an encoder finds depends
-    on which it looks for first."""
+    """Yield texts in which one added token begins within another.
+
+    An encoder finds the token of the two for which it looks first.
+    """
     begun = {
         (token.content[:size], token.normalized): token.content
         for token in added

@@ -28,8 +28,7 @@ _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
 Contents are few because each may have 1.5 MiB.
 """
 _NEVER = 0.0
-"""The end of a cache that should not be in etcd, as it was deleted or its client does not know that it
-exists."""
+"""The end of a cache that is to be removed from etcd: a deleted cache, or one unknown to its client."""
 _FASTEST = 1
 TIDY_S = 1.0
 """Seconds between two searches for caches that have ended, or whose end in etcd is in doubt."""
@@ -42,7 +41,7 @@ class CacheKeys:
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys
         self._ends: dict[str, float] = {}
-        """The ends that clients were told, by id, of all caches that etcd may have."""
+        """The ends of all caches that etcd may have, by id, as clients were told them."""
         self._doubtful: set[str] = set()
         """Ids of caches whose end in etcd is in doubt, because etcd has not answered a change of it."""
 

@@ -69,7 +69,7 @@ class Beginning(NamedTuple):
     cache_salt: str | None
 
     def check_salt(self, cache_salt: str | None) -> None:
-        """Check that a request has no salt, or the cache's own. Raises RequestError."""
+        """Check that a request's salt is absent, or equal to the cache's salt. Raises RequestError."""
         if cache_salt not in (None, self.cache_salt):
             raise RequestError(
                 "the context cache was made with another cache_salt; leave cache_salt out, or use its own",

@@ -40,7 +40,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class AnswerFormat:
-    """The format of one job's answers: one JSON body, or the events of a stream."""
+    """The format of one answer: one JSON body, or the events of a stream."""
 
     __slots__ = (
         "_around_text",

@@ -116,7 +116,8 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Add the early outputs before which no tokens are missing any more to `received`, and return it.
+        """Add the early outputs before which no tokens are missing any more to `received`. Returns
+        `received`.
 
         `attempt` is the attempt of the output that has just arrived.
         """

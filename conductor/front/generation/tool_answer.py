@@ -37,7 +37,7 @@ class ToolAnswer:
     def see(self, text: str, finish_reason: FinishReason | None) -> None:
         """Parse new text of the answer. Text with a finish reason is the last text of the answer.
 
-        The caller calls `deltas` or `gather` next.
+        The caller must call `deltas` or `gather` next.
         """
         events = self._parser.push(text)
         if finish_reason is not None:

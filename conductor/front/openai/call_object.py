@@ -64,7 +64,7 @@ class CallObject:
         return taken
 
     def push_plain(self, text: str, start: int) -> int:
-        """Push the plain text within a string that begins at `start`, if there is any.
+        """Push the text from `start` on up to the next quote or backslash, if the parser is within a string.
 
         Returns the index of the first character that was not pushed.
         """

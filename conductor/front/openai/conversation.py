@@ -13,8 +13,8 @@ from mooncake.errors import RequestError
 def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates expect, with their content as text.
 
-    The first `num_before` messages come from a context cache. Raises RequestError, in whose text
-    `messages[0]` is the first message behind these.
+    The first `num_before` messages come from a context cache. Raises RequestError, whose text counts messages
+    from the first one that is not from the cache.
     """
     rendered = []
     names_of_calls: dict[str, str] = {}

@@ -98,8 +98,8 @@ def chat_tokens(
 ) -> list[int]:
     """Return the token ids of a conversation, by the model's chat template with these `variables`.
 
-    The first `num_before` messages come from a context cache. Raises RequestError, in whose text
-    `messages[0]` is the first message behind these.
+    The first `num_before` messages come from a context cache. Raises RequestError, whose text counts messages
+    from the first one that is not from the cache.
     """
     _check_num_messages(len(messages), model)
     rendered = rendered_messages(messages, num_before)

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, separated from text for the user.
+"""Tool calls in a model's text, separated from the rest of the text.
 
 The parser is pure and incremental: it gets text, and returns events as soon as they are certain. Joined, the
 events of a text do not depend on how the text was divided into pieces.
@@ -64,7 +64,7 @@ def format_of_template(template: str) -> ToolFormat | None:
 
 
 class Text(NamedTuple):
-    """An event: text for the user."""
+    """An event: text that belongs to no tool call."""
 
     text: str
 

@@ -102,7 +102,7 @@ class ToolUse:
     """The tools of a request. `functions` are the functions that may be called.
 
     With `must_call` the answer must consist of calls. With `is_named` the answer must be one call of the
-    function that the client has named.
+    function that the client has named. `max_calls` is the most calls of the answer; None for any number.
     """
 
     tool_format: ToolFormat

@@ -45,7 +45,7 @@ _TIDY_S = 5.0
 _IDLE_S = 75.0
 """Seconds for which an idle connection stays open.
 
-Clients usually keep it for a shorter time, so that they are the ones who close it.
+Clients usually keep connections for a shorter time, so the client's side closes them.
 """
 
 
@@ -134,7 +134,7 @@ async def _wait_closed(servers: Sequence[HttpServer], timeout_s: float) -> None:
 
 
 async def _tidy_up_behind(servers: Sequence[HttpServer]) -> None:
-    """Return the memory of ended connections to the system, outside the event loop."""
+    """Return the memory of ended connections to the operating system, outside the event loop."""
     while True:
         await asyncio.sleep(_TIDY_S)
         have_gone = [server.connections.crowd_has_gone() for server in servers]
