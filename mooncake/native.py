@@ -40,7 +40,8 @@ class NoCompilerError(NativeCodeError):
 
 @functools.cache
 def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
-    """Return the compiled library of `source`, built with `FLAGS` and `flags`. Its calls release the GIL.
+    """Return the compiled library of `source`, built with `FLAGS` and `flags`. Calls of the library release
+    the GIL.
 
     Raises NoCompilerError, or NativeCodeError if the file cannot be compiled, kept or loaded here.
     """

@@ -27,8 +27,10 @@ MAX_KEYS = 100
 By default etcd allows 128 operations in one.
 """
 LATE_S = 0.5
-"""Seconds after which a change that fails has failed late: then the callers that wait for their turn behind
-it fail too."""
+"""A change that fails after at least this many seconds has failed late.
+
+Then the callers that wait for their turn behind it fail too.
+"""
 log = logging.getLogger(__name__)
 
 

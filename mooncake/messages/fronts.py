@@ -195,8 +195,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):
-    """The report that a request whose output may have begun needs another pair, as its own has failed or is
-    lost.
+    """The report that a request whose output may have begun needs another pair, because its pair has failed
+    or is lost.
 
     The front answers with `Continue`, or with `Cancel` if nothing more is wanted. The Conductor repeats the
     message until it is answered.

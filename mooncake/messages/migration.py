@@ -170,7 +170,8 @@ class LayerRange(msgspec.Struct, frozen=True):
 
 class ModulesPart(msgspec.Struct, frozen=True):
     """A part of a model or its KVCache that a helper can have: `layers`, the last `num_heads` KV heads of all
-    layers, or the first `share` of the pages of each sequence. One of them is given, or none: nothing."""
+    layers, or the first `share` of the pages of each sequence. At most one of the three is given; a part
+    without any is empty."""
 
     num_heads: Count = 0
     layers: LayerRange | None = None

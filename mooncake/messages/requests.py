@@ -113,8 +113,8 @@ class Request(msgspec.Struct, frozen=True):
 
     `block_keys` name the full blocks of `token_ids`; tokens behind the last full block have no key.
     `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens. `is_salted`: the keys are
-    private to one tenant (`cache_salt`), so KV events do not tell their tokens. `root_key` is the parent of
-    the first block. A lower `priority` goes first.
+    private to one tenant (`cache_salt`), so KV events do not contain the tokens of the blocks. `root_key` is
+    the parent of the first block. A lower `priority` goes first.
     """
 
     request_id: str

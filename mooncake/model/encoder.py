@@ -145,7 +145,7 @@ def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str])
 
 
 def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer with the splits of `fields` (a tokenizer.json), whose tokens are bytes.
+    """Return a tokenizer.json with the splits of the tokenizer.json `fields`, and with bytes as tokens.
 
     The last byte of a piece has a token of its own, so the ids show every split. Merges would hide most
     splits.

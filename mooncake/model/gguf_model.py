@@ -203,9 +203,9 @@ def _llama3_scaling(header: GGUFHeader, rope_theta: float, head_dim: int) -> dic
     """Return Llama 3's scaling, derived from the divisors per frequency that llama.cpp stores; None if all
     divisors are 1.
 
-    The other three numbers are the same in every Llama 3 model, so the factor alone is unknown: it is the
-    largest divisor. All divisors are computed again from this factor. If they differ from the stored ones,
-    the scaling is of another kind: raises ModelError.
+    The scaling has four numbers. Three of them are the same in every Llama 3 model; the fourth, the factor,
+    is the largest divisor. All divisors are computed again from this factor. If they differ from the stored
+    ones, the scaling is of another kind: raises ModelError.
     """
     tensor = header.tensors[_ROPE_FACTORS]
     if tensor.encoding is not GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):

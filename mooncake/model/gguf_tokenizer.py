@@ -3,7 +3,7 @@
 Owns: byte-level BPE (`tokenizer.ggml.model` = "gpt2") from vocabulary, merges and token types, and the table
 of pre-tokenizers. Does not know: chat templates, requests (`tokenizer`).
 
-The conversion that transformers has ignores `tokenizer.ggml.pre` and splits numbers wrongly for most models.
+The conversion inside transformers ignores `tokenizer.ggml.pre` and splits numbers wrongly for most models.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,10 @@ FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
 class LogWriter(QueueHandler):
-    """The handler of the root logger. It takes a line in microseconds, with the values of that moment."""
+    """The handler of the root logger.
+
+    It queues a log record within microseconds, with the values of that moment.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUE_LEN)

@@ -21,8 +21,10 @@ def _as_key(value: object) -> ClusterKey:
 
 
 class _Process(Section):
-    """The arguments of a child. They come on its stdin, as other users can read command lines and
-    environments."""
+    """The arguments of a child.
+
+    They come on its stdin, as other users of the machine can read command lines and environments.
+    """
 
     model_config = ConfigDict(hide_input_in_errors=True)
 

@@ -1,7 +1,7 @@
 """CURVE on ZeroMQ sockets: both sides prove that they hold the cluster's key, and all messages are encrypted.
 
 `Gate` makes sockets to bind, which admit only holders of the key; `use_key` is for sockets that connect to
-them. All nodes have the same key pair: it is the server's on one side and the client's on the other.
+them. All nodes have the same key pair: the pair is the server's on one side and the client's on the other.
 
 Owns: CURVE, the ZAP handler (ZeroMQ RFC 27), the size of frames, the log of who was refused. Does not know:
 messages.
@@ -36,7 +36,7 @@ CURVE_OVERHEAD_BYTES = 33
 FAILURES_BEFORE_WARNING = 3
 """Failed handshakes in a row before a warning, as a peer that ends may close one or two connections."""
 CROWD_LEN = 64
-"""Unauthenticated connections after which freed memory is returned to the system."""
+"""Unauthenticated connections after which freed memory is returned to the operating system."""
 QUIET_MS = 1000
 """Milliseconds of silence after which a burst of connections is over."""
 EVENTS = (
@@ -181,8 +181,10 @@ class Gate:
         return self._num_unauthenticated_ended() - self._num_ended >= CROWD_LEN
 
     def _give_memory_back(self) -> None:
-        """Return the memory of a burst of connections to the system: it is freed, but still this
-        process's."""
+        """Return the memory of a burst of connections to the operating system.
+
+        The memory is freed already, but still belongs to this process.
+        """
         self._num_ended = self._num_unauthenticated_ended()
         freed_memory.release_freed_memory()
 

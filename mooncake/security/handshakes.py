@@ -19,7 +19,8 @@ HANDSHAKE_MARGIN_S = 1.0
 MOST_UNAUTHENTICATED = 256
 """Unauthenticated connections to one socket at most. Each costs up to 55 KiB."""
 GREETING_BYTES = 64
-"""Bytes that a socket sends to any peer; more goes only to a peer that knows its key (ZeroMQ RFC 26)."""
+"""Bytes that a socket sends to any peer; more goes only to a peer that knows the socket's key (ZeroMQ RFC
+26)."""
 _TCP_INFO_BYTES = 136
 _BYTES_ACKED, _BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's struct tcp_info
 

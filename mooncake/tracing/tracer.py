@@ -63,9 +63,9 @@ class OpenSpan:
 
 
 class Tracer:
-    """The maker of a process's spans. They are sent while `exporting` runs.
+    """The maker of a process's spans. The spans are sent while `exporting` runs.
 
-    It takes times of `time.monotonic`, the clock of the event loop.
+    Times given to it are those of `time.monotonic`, the clock of the event loop.
     """
 
     def __init__(self, endpoint: str, sample_ratio: float, instance: str) -> None:
