@@ -103,6 +103,7 @@ def _is_among(address: str, allowed: Collection[str]) -> bool:
 
 
 def _load(fronts: list[WatchedFront]) -> tuple[float, int]:
-    """Return a cluster's requests per decode instance, and the latest turn of its fronts."""
+    """Return the sort key of a cluster: its requests per decode instance, then the number of its latest
+    request."""
     num_requests = sum(front.num_requests for front in fronts)
     return num_requests / max(front.num_decode for front in fronts), max(front.turn for front in fronts)

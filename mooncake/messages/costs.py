@@ -18,7 +18,8 @@ TBT_SLO_SHARE = 0.8
 """The largest share of a TBT SLO that a predicted iteration may take, including the prompt tokens or the
 pause that are added to the iteration."""
 TBT_MARGIN = 0.1
-"""The margin of predictions below a TBT SLO, as a share of the time that a batch adds to an iteration."""
+"""The margin that predictions keep below a TBT SLO: this share of the time that the requests in a batch add
+to an iteration."""
 TBT_SHARE = 0.1
 """The share of gaps that count as a request's longest: TBT is the mean of the longest gaps (Mooncake,
 FAST'25, section 5.1)."""

@@ -150,8 +150,10 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     num_decode: int
     """Instances that take requests for decode."""
     max_sequence_blocks: int
-    """The longest prompt and output, in blocks, that some pair of instances can hold, or could hold when
-    there last was a pair; 0 before the first pair."""
+    """The most blocks of prompt and output that a pair of instances can hold for one request.
+
+    While there is no pair it keeps its last value, which is 0 before the first pair.
+    """
     prefill_costs: Costs | None = None
     """The learned mean costs of the prefill instances, or, without any, of the instances that inline prompts;
     None without either."""
@@ -163,7 +165,7 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     num_instances: Count = 0
     """Instances that are registered, or expected back."""
     version: int = 27
-    """The version that both sides speak; a Conductor of release 27 does not send it."""
+    """The version that both sides speak. A Conductor of release 27 does not send it, hence the default."""
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):

@@ -70,7 +70,7 @@ class _Cursor:
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
         """Return the next `count` numbers, each with the struct format `code`.
 
-        Meant for a few numbers: `value` reads arrays.
+        Made for a few numbers; long arrays are read by `value`.
         """
         return struct.unpack(f"<{count}{code}", self._bytes(struct.calcsize(f"<{code}") * count))
 

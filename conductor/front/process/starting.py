@@ -22,8 +22,8 @@ _NUM_NEW_OBJECTS = 20_000
 
 
 class OpenedModel(NamedTuple):
-    """The configured model: the name of its checkpoint, its shape and dtype, and the model as fronts know
-    it."""
+    """The configured model: the name of its checkpoint, its shape and dtype, and its tokenizer and limits for
+    the front."""
 
     name: str
     shape: ModelShape
