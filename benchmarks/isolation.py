@@ -61,6 +61,15 @@ async def pipelined(http: httpx.AsyncClient, path: str, bodies: Iterator[Body]) 
     return int(head.split()[1])
 
 
+async def dropped(http: httpx.AsyncClient, path: str, bodies: Iterator[Body]) -> int:
+    """Send a request, and close the connection without waiting for the answer. Returns 200."""
+    _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+    with contextlib.closing(writer):
+        writer.write(in_bytes(http, path, next(bodies)))
+        await writer.drain()
+    return 200
+
+
 def in_bytes(http: httpx.AsyncClient, path: str, body: Body) -> bytes:
     """Return a request as it is sent over a connection of HTTP/1.1."""
     request = http.build_request("POST", path, json=body)
@@ -111,6 +120,7 @@ LOADS = (
     Load("64 long prompts", COMPLETIONS, lambda rng: completion(rng, NUM_LONG_PROMPT, 1), FLOOD),
     Load("64 short ones", COMPLETIONS, lambda rng: completion(rng, 16, 1), FLOOD),
     Load("64 short ones, pipelined", COMPLETIONS, lambda rng: completion(rng, 16, 1), send=pipelined),
+    Load("64 short ones, dropped", COMPLETIONS, lambda rng: completion(rng, 16, 1), FLOOD, send=dropped),
     Load(
         "64 template variables",
         CHAT,
