@@ -13,12 +13,14 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,23 +166,65 @@ async def keep_asking(http: httpx.AsyncClient, load: Load, rng: random.Random, s
             await asyncio.sleep(0.2)
 
 
-@contextlib.asynccontextmanager
-async def under_way(http: httpx.AsyncClient, load: Load, seed: int) -> AsyncIterator[set[int]]:
-    """Make a context in which the load is sent. It yields the set of status codes of the answers so far."""
+def client(url: str, key: str) -> httpx.AsyncClient:
+    """Return the HTTP client of a tenant."""
+    return httpx.AsyncClient(
+        base_url=url,
+        timeout=600,
+        headers={"Authorization": f"Bearer {key}"},
+        limits=httpx.Limits(max_connections=2 * FLOOD),
+    )
+
+
+async def send_until_told(url: str, key: str, load: Load, seed: int, end: Connection) -> None:
+    """Send a load until a message arrives over `end`, the connection with the measuring process.
+
+    That process gets a message when the load has begun and, at the end, the set of the answers' statuses and
+    the errors of clients that have ended early.
+    """
     statuses = set[int]()
-    tasks = [
-        asyncio.create_task(keep_asking(http, load, random.Random(1000 * seed + client), statuses))
-        for client in range(load.num_clients)
-    ]
-    try:
-        yield statuses
-    finally:
+    async with client(url, key) as http:
+        tasks = [
+            asyncio.create_task(keep_asking(http, load, random.Random(1000 * seed + client), statuses))
+            for client in range(load.num_clients)
+        ]
+        end.send("begun")
+        await asyncio.to_thread(end.recv)
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        errors = [error for error in ended if isinstance(error, Exception)]
+    end.send((statuses, [repr(error) for error in ended if isinstance(error, Exception)]))
+
+
+def run_load(url: str, key: str, name: str, seed: int, end: Connection) -> None:
+    """Be the process of a load."""
+    [load] = [load for load in LOADS if load.name == name]
+    with contextlib.suppress(EOFError):  # the measuring process has ended early
+        asyncio.run(send_until_told(url, key, load, seed, end))
+
+
+@contextlib.contextmanager
+def under_way(url: str, key: str, load: Load, seed: int) -> Iterator[None]:
+    """Make a context in which the load is sent, by a process of its own.
+
+    In the process that measures, the load's clients would delay the small tenant's client.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=run_load, args=(url, key, load.name, seed, theirs))
+    process.start()
+    theirs.close()
+    ours.recv()  # it has begun
+    try:
+        yield
+    finally:
+        ours.send(None)
+        statuses, errors = ours.recv()
+        process.join()
         if errors:
-            print(f"{load.name}: {len(errors)} clients have ended early: {errors[0]!r}", file=sys.stderr)
+            print(f"{load.name}: {len(errors)} clients have ended early: {errors[0]}", file=sys.stderr)
+        if statuses - {200}:
+            print(f"{load.name}: answered {sorted(statuses)}", file=sys.stderr)
 
 
 async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[float, float, float]:
@@ -199,28 +243,25 @@ async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[fl
     return seen_s[0] - started_s, seen_s[-1] - started_s, seen_s[-1] - seen_s[0]
 
 
-async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load, num_rounds: int) -> Measured:
-    """Measure the small tenant's requests beside `load`.
+async def beside(small: httpx.AsyncClient, key: str, load: Load, num_rounds: int) -> Measured:
+    """Measure the small tenant's requests beside `load`, which is sent with `key`.
 
     If a load does not settle, it begins anew for each small request.
     """
-    rng = random.Random(load.name)
+    rng, url = random.Random(load.name), str(small.base_url)
     rows = []
-    async with contextlib.AsyncExitStack() as stack:
-        if load.settles:
-            statuses = await stack.enter_async_context(under_way(large, load, 0))
+    if load.settles:
+        with under_way(url, key, load, 0):
             await asyncio.sleep(SETTLING_S if load.num_clients else 0.0)
             for _ in range(num_rounds):
                 await asyncio.sleep(rng.expovariate(1 / PAUSE_S))
                 rows.append(await small_request(small, rng))
-        else:
-            for seed in range(-(-num_rounds // 5)):
-                async with under_way(large, load, seed) as statuses:
-                    await asyncio.sleep(rng.uniform(0.0, 1.0))
-                    rows.append(await small_request(small, rng))
-                await idle(small)
-    if statuses - {200}:
-        print(f"{load.name}: answered {sorted(statuses)}", file=sys.stderr)
+    else:
+        for seed in range(-(-num_rounds // 5)):
+            with under_way(url, key, load, seed):
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                rows.append(await small_request(small, rng))
+            await idle(small)
     await idle(small)
     return Measured(*(list(column) for column in zip(*rows, strict=True)))
 
@@ -242,25 +283,15 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 async def measure(url: str, keys: Sequence[str], loads: Sequence[Load], num_rounds: int) -> None:
     """Measure all loads, and print one table. A row is printed as soon as it is known."""
-    async with contextlib.AsyncExitStack() as stack:
-        small, large = [
-            await stack.enter_async_context(
-                httpx.AsyncClient(
-                    base_url=url,
-                    timeout=600,
-                    headers={"Authorization": f"Bearer {key}"},
-                    limits=httpx.Limits(max_connections=2 * FLOOD),
-                )
-            )
-            for key in keys
-        ]
+    small_key, large_key = keys
+    async with client(url, small_key) as small:
         for _ in range(5):
             await small_request(small, random.Random(0))  # first calls allocate
         print("| beside | TTFT p50 | p99 | most | times idle | whole answer p50 | p99 | gap |")
         print("|---|---|---|---|---|---|---|---|", flush=True)
         idle_s = None
         for load in loads:
-            measured = await beside(small, large, load, num_rounds)
+            measured = await beside(small, large_key, load, num_rounds)
             p99_s = percentile(measured.ttfts_s, 0.99)
             idle_s = idle_s or p99_s
             cells = [statistics.median(measured.ttfts_s), p99_s, max(measured.ttfts_s)]

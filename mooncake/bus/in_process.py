@@ -58,6 +58,11 @@ class InProcessLink(Generic[Outgoing, Incoming]):
         await asyncio.Event().wait()
 
     @property
+    def num_queued(self) -> int:
+        """The number of messages that were sent and that the other end has not read."""
+        return len(self._outgoing)
+
+    @property
     def num_unread(self) -> int:
         """The number of messages that have arrived and are unread."""
         return len(self._incoming)

@@ -25,6 +25,9 @@ class ConductorDealer(Dealer[Incoming]):
         obeyed."""
         return 0 if self._leader is None else self._leader.epoch
 
+    num_queued = 0
+    """The messages that the Conductor has not read: 0, as a socket does not tell their number."""
+
     async def follow(self) -> None:
         """Wait until another Conductor leads, and connect to it."""
         self._leader = await self._leaders.after(self._leader)

@@ -62,6 +62,8 @@ MAX_BEATS_FOR_LAST_TOKENS = 3
 
 They count from the Conductor's report that all tokens were sent, or that it does not know the request.
 """
+_MAX_UNREAD = 64
+"""Messages that the Conductor may have unread before new requests wait. It reads them in some 10 ms."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """The most outputs of workers that are handled in one turn of the event loop."""
 
@@ -78,6 +80,10 @@ class ConductorPeer(Protocol):
     @property
     def least_epoch(self) -> int:
         """The epoch of the Conductor that leads. Messages of a lower epoch are dropped."""
+
+    @property
+    def num_queued(self) -> int:
+        """The messages that were sent and that the Conductor has not read, as far as this end can tell."""
 
     async def send(self, message: FromFront, /) -> None:
         """Send a message without waiting. Raises PeerGoneError."""
@@ -147,6 +153,11 @@ class Link:
     def prefill_costs(self) -> Costs | None:
         """The costs of prefill that the Conductor has learned; None before there was an instance."""
         return None if self._cluster is None else self._cluster.prefill_costs
+
+    @property
+    def is_ahead_of_conductor(self) -> bool:
+        """Whether the Conductor has so many messages to read that new requests should wait."""
+        return self._conductor.num_queued > _MAX_UNREAD
 
     @property
     def num_in_flight(self) -> int:

@@ -74,7 +74,10 @@ class ResponseStream(Protocol):
         """Send a part of the body without waiting."""
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
-        """Register a callback, called once when the client disconnects before the end of the response."""
+        """Register a callback, called once when the client disconnects before the end of the response.
+
+        The callback takes the place of an earlier one. If the client has disconnected, it is called at once.
+        """
 
 
 class ResponseState(Enum):

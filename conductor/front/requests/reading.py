@@ -68,16 +68,23 @@ class _TokensTask(NamedTuple):
 class Reading:
     """The reader of one front's bodies. Needs a running event loop; bodies are read only while `run` runs."""
 
-    def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        served_model_name: str,
+        max_choices: int,
+        must_wait: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Fork the first process of `offload`.
 
         No other thread may run now: the child would wait for ever for a lock that such a thread holds.
+        `must_wait` returns whether short bodies have to wait before they are read.
         """
         self._model, self._name, self._max_choices = model, served_model_name, max_choices
         self._offload = Offload(
             {Queue.SHORT: self._read, Queue.LONG: self._read, Queue.GRAMMAR: self._compile}
         )
-        self._order = ReadingOrder()
+        self._order = ReadingOrder(must_wait)
         self._good_grammars = OrderedDict[str, None]()
 
     async def run(self) -> None:

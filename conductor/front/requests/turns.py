@@ -1,13 +1,16 @@
 """The order in which short bodies are read in the event loop: tenants take turns.
 
 Reading a body takes milliseconds, and the bodies of many connections can arrive at once. Only a few bodies
-are read in each turn of the event loop, so that streams and other tenants do not wait for all of them.
+are read in each turn of the event loop, so that streams and other tenants do not wait for all of them. No
+body is read while the Conductor is behind: the messages that it has not read are in order of arrival, where
+a tenant's request would wait for all requests of another tenant, and heartbeats too.
 
-Owns: this order. Does not know: how a body is read.
+Owns: this order. Does not know: how a body is read, how far the Conductor is.
 """
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 MAX_BYTES_AT_ONCE = 8192
@@ -22,7 +25,13 @@ class _Waiting(NamedTuple):
 class ReadingOrder:
     """The order of one event loop's bodies. Needs a running event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, must_wait: Callable[[], bool] = lambda: False) -> None:
+        """Make an empty order.
+
+        `must_wait` returns whether all bodies have to wait. While any body waits, it is called in each turn
+        of the event loop.
+        """
+        self._must_wait = must_wait
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         """Waiting bodies by tenant. The turns of tenants come in this order."""
         self._is_due = False
@@ -45,7 +54,7 @@ class ReadingOrder:
     def _choose(self) -> None:
         """Choose the bodies that the next turn of the event loop reads."""
         self._is_due, num_bytes = False, 0
-        while self._waiting:
+        while self._waiting and not self._must_wait():
             tenant, bodies = next(iter(self._waiting.items()))
             body = bodies[0]
             if not body.may_read.done():  # else the client has gone

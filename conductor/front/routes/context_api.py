@@ -10,13 +10,12 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from conductor.front.caches.context_caches import Beginning, ContextCache
 from conductor.front.generation.reception import Event
 from conductor.front.http.boundary import read_body
-from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
+from conductor.front.http.disconnects import WhileConnected
 from conductor.front.openai.body import parse
 from conductor.front.openai.fields import KnownFields
 from conductor.front.requests.context_beginnings import ContextCacheRequest, Ttl
@@ -44,13 +43,15 @@ def context_caches(front: FrontState) -> APIRouter:
     @router.post("", openapi_extra=described(ContextCacheRequest))
     async def create(request: Request) -> Response:
         caches, key = front.caches, key_of(request)
-        new = await front.reading.beginning(await front.read_body(request), key)
+        with WhileConnected(request):
+            new = await front.reading.beginning(await front.read_body(request), key)
         job = claimed(request, fit_into_pool(new.job, front.cluster(), front.model.block_size))
         [prompt] = job.prompts
         beginning = Beginning(prompt.token_ids, new.chat_prefix_json, new.cache_salt)
         cache = caches.add(key, new.name, beginning, job.root_key, prompt.keys, _now())
         try:
-            await _compute_for_client(front, job, request)
+            with WhileConnected(request):
+                await _compute(front, job)
             caches.find(key, cache.id, _now())  # or it has been deleted
             await _keep(front, cache, new.ttl_s)
         except BaseException as error:
@@ -92,23 +93,6 @@ def context_caches(front: FrontState) -> APIRouter:
         return JSONResponse({"id": found.id, "object": "context_cache", "deleted": True})
 
     return router
-
-
-async def _compute_for_client(front: FrontState, job: Job, request: Request) -> None:
-    """Run a job while its client is connected.
-
-    Raises RequestError, or ClientDisconnect if the client hangs up.
-    """
-    computing = asyncio.create_task(_compute(front, job))
-    stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
-    stream.on_disconnect(computing.cancel)
-    try:
-        await computing
-    except asyncio.CancelledError:
-        this_task = asyncio.current_task()
-        if this_task is not None and this_task.cancelling():
-            raise
-        raise ClientDisconnect from None
 
 
 async def _compute(front: FrontState, job: Job) -> None:

@@ -27,6 +27,7 @@ from conductor.front.generation.link import ConductorPeer, Link
 from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.http.boundary import read_body
+from conductor.front.http.disconnects import WhileConnected
 from conductor.front.metrics import Metrics
 from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
@@ -80,7 +81,9 @@ class FrontState:
             lambda: [] if caches is None else caches.kept(now()),
             config.reply_listen_endpoint,
         )
-        self.reading = Reading(model, config.served_model_name, config.max_choices)
+        self.reading = Reading(
+            model, config.served_model_name, config.max_choices, lambda: self.link.is_ahead_of_conductor
+        )
         self.recorder = None if config.record is None else Recorder(config.record, config.record_bytes)
 
     def close(self) -> None:
@@ -164,10 +167,10 @@ class FrontState:
 
     async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:
         """Return the answer to a request about tokens. Raises RequestError."""
-        body = await self.read_body(request)
-        return Response(
-            await self.reading.about_tokens(kind, body, key_of(request)), media_type="application/json"
-        )
+        with WhileConnected(request):
+            body = await self.read_body(request)
+            answer = await self.reading.about_tokens(kind, body, key_of(request))
+        return Response(answer, media_type="application/json")
 
 
 def key_of(request: Request) -> ApiKey | None:
