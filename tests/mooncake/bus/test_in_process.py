@@ -14,7 +14,9 @@ async def test_each_end_gets_what_the_other_sends_as_it_is() -> None:
     await left.send("a")
     await left.send("b")
     await right.send(message)
+    assert (left.num_queued, right.num_unread) == (2, 2)
     assert [await right.recv(), await right.recv()] == ["a", "b"]
+    assert (left.num_queued, right.num_unread) == (0, 0)
     assert await left.recv() is message
 
 

@@ -1,6 +1,7 @@
 """The order in which short bodies are read: some at a time, and tenants in turn."""
 
 import asyncio
+from collections.abc import Callable
 
 from conductor.front.requests.turns import MAX_BYTES_AT_ONCE, ReadingOrder
 
@@ -10,8 +11,8 @@ HALF = MAX_BYTES_AT_ONCE // 2
 class Reader:
     """Reads bodies of tenants, and notes them by turn of the event loop."""
 
-    def __init__(self) -> None:
-        self._order = ReadingOrder()
+    def __init__(self, must_wait: Callable[[], bool] = lambda: False) -> None:
+        self._order = ReadingOrder(must_wait)
         self._turns: list[list[tuple[str, int]]] = [[]]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -75,3 +76,15 @@ async def test_a_body_whose_client_has_gone_costs_its_tenant_no_turn() -> None:
     await reader.next_turn()
     gone.cancel()
     assert [tenant for [(tenant, _)] in await reader.turns()] == ["other", "a", "b", "b"]
+
+
+async def test_bodies_wait_while_the_conductor_is_behind() -> None:
+    is_behind = True
+    reader = Reader(lambda: is_behind)
+    for tenant in "aab":
+        reader.add(tenant, 2 * HALF)
+    for _ in range(10):
+        await reader.next_turn()
+    is_behind = False
+    turns = await reader.turns()
+    assert [tenant for [(tenant, _)] in turns] == ["a", "b", "a"]

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from conductor.front.http.exchange import Exchange
+from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.messages.requests import Request
 from tests.conductor.front.fakes import DEADLINE_S, MODEL_NAME, FakeCluster, Running, raw_request
 from tests.conductor.front.routes.asking import HI
@@ -37,6 +38,24 @@ def test_hang_up_cancels_the_work(front: Running, stream: bool, num_tokens_befor
     assert set(front.cluster.cancelled) == {request.request_id for request in front.cluster.submitted}
     assert front.metric("mooncake_requests_total", outcome="aborted") == aborted + 1
     assert front.metric("mooncake_requests_running") == 0
+
+
+def test_a_request_whose_client_has_gone_is_not_submitted(
+    front: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted = front.metric("mooncake_requests_total", outcome="aborted")
+    body = json.dumps({"model": MODEL_NAME, "messages": HI}).encode()
+    with monkeypatch.context() as patch:
+        patch.setattr(ConductorDealer, "num_queued", 1000)
+        for _ in range(3):
+            raw_request(front.address, "/v1/chat/completions", body).close()
+        front.cluster.wait_until(
+            lambda: front.metric("mooncake_requests_total", outcome="aborted") == aborted + 3
+        )
+        assert not front.cluster.submitted
+    with raw_request(front.address, "/v1/chat/completions", body) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert len(front.cluster.submitted) == 1
 
 
 def test_a_hang_up_behind_a_second_request_cancels_the_first(front: Running) -> None:
