@@ -152,8 +152,7 @@ def run_loads(
 
     Args:
         loads: The flags of `mooncake-bench run` for each load, by the load's name.
-        ttft_slo_s: The TTFT SLO in seconds.
-        tbt_slo_s: The TBT SLO in seconds.
+        ttft_slo_s, tbt_slo_s: The SLOs in seconds.
         profile: The file with the profile of a worker.
         folder: The folder in which each load gets a folder with its outcomes.
     """
