@@ -69,9 +69,10 @@ def answer_about_tokens(
 
 
 def _is_brief(request: TokenizeRequest) -> bool:
-    """Return whether the answer to a short body takes little time to make.
+    """Return whether the answer to a request with a short body takes little time to make.
 
-    The strings of tokens take too long.
+    False if the request asks for the strings of tokens, or if the chat template may make a long prompt of its
+    variables.
     """
     num_messages, variables = len(request.messages or ()), request.chat_template_kwargs
     return not request.return_token_strs and is_brief_conversation(num_messages, variables)
