@@ -188,6 +188,7 @@ class _WorkQueue:
             process = await _Process.connect(self._new_process(self._number))
             with contextlib.closing(process):
                 while await process.do(task):
+                    del task  # its body may be large, and the next task may be long in coming
                     task = await self._next()
 
     async def _next(self) -> _Task:

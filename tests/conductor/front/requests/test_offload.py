@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,17 @@ async def test_bodies_that_wait_are_bounded_and_each_tenant_may_have_one(
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(answer, OverloadedError) for answer in answers] == [False, True] * 3
     assert isinstance(await ask("a"), TaskResult)
+
+
+class _Body(bytearray):
+    """A body to which weak references are possible."""
+
+
+async def test_a_body_is_forgotten_when_its_task_has_ended(offload: Offload) -> None:
+    body = _Body(b"a long body")
+    kept = weakref.ref(body)
+    await offload.do(Queue.SHORT, "answer", "", [body])
+    del body
+    async with asyncio.timeout(DEADLINE_S):
+        while kept() is not None:
+            await asyncio.sleep(0)
