@@ -110,6 +110,12 @@ def chat(content: str, num_tokens: int, **fields: Any) -> Body:
     return {"model": MODEL, "messages": messages, "max_tokens": num_tokens, **fields}
 
 
+def of_any_kind(rng: random.Random) -> Body:
+    """Return the body of a request with a short or long prompt, one answer or several, streamed or not."""
+    num_prompt, num_tokens = rng.choice((16, 500, NUM_LONG_PROMPT)), rng.choice((1, 64, 1000))
+    return completion(rng, num_prompt, num_tokens, n=rng.choice((1, 1, 1, 8)), stream=rng.random() < 0.5)
+
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOADS = (
     Load("idle", "", lambda _: {}, num_clients=0),
@@ -129,6 +135,7 @@ LOADS = (
         lambda rng: chat("Say x.", 1, chat_template_kwargs={"x": words(rng, 4)}),
         FLOOD,
     ),
+    Load("64 of any kind", COMPLETIONS, of_any_kind, FLOOD),
     Load(
         "64 large /tokenize", "/tokenize", lambda rng: {"model": MODEL, "prompt": words(rng, 20_000)}, FLOOD
     ),
