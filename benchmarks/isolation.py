@@ -192,8 +192,8 @@ async def send_until_told(url: str, key: str, load: Load, seed: int, end: Connec
     statuses = set[int]()
     async with client(url, key) as http:
         tasks = [
-            asyncio.create_task(keep_asking(http, load, random.Random(1000 * seed + client), statuses))
-            for client in range(load.num_clients)
+            asyncio.create_task(keep_asking(http, load, random.Random(1000 * seed + number), statuses))
+            for number in range(load.num_clients)
         ]
         end.send("begun")
         await asyncio.to_thread(end.recv)
@@ -206,7 +206,7 @@ async def send_until_told(url: str, key: str, load: Load, seed: int, end: Connec
 def run_load(url: str, key: str, name: str, seed: int, end: Connection) -> None:
     """Be the process of a load."""
     [load] = [load for load in LOADS if load.name == name]
-    with contextlib.suppress(EOFError):  # the measuring process has ended early
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the measuring process has ended early
         asyncio.run(send_until_told(url, key, load, seed, end))
 
 
@@ -221,17 +221,20 @@ def under_way(url: str, key: str, load: Load, seed: int) -> Iterator[None]:
     process = spawn.Process(target=run_load, args=(url, key, load.name, seed, theirs))
     process.start()
     theirs.close()
-    ours.recv()  # it has begun
     try:
+        ours.recv()  # it has begun
         yield
-    finally:
-        ours.send(None)
+        ours.send("end")
         statuses, errors = ours.recv()
+    except (EOFError, BrokenPipeError):
+        raise ServerError(f"the process that sends the load {load.name!r} has ended early") from None
+    finally:
+        ours.close()
         process.join()
-        if errors:
-            print(f"{load.name}: {len(errors)} clients have ended early: {errors[0]}", file=sys.stderr)
-        if statuses - {200}:
-            print(f"{load.name}: answered {sorted(statuses)}", file=sys.stderr)
+    if errors:
+        print(f"{load.name}: {len(errors)} clients have ended early: {errors[0]}", file=sys.stderr)
+    if statuses - {200}:
+        print(f"{load.name}: answered {sorted(statuses)}", file=sys.stderr)
 
 
 async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[float, float, float]:

@@ -63,7 +63,7 @@ MAX_BEATS_FOR_LAST_TOKENS = 3
 They count from the Conductor's report that all tokens were sent, or that it does not know the request.
 """
 _MAX_UNREAD = 64
-"""Messages that the Conductor may have unread before new requests wait. It reads them in some 10 ms."""
+"""Messages that the Conductor may have unread before new requests wait. It reads so many in some 10 ms."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """The most outputs of workers that are handled in one turn of the event loop."""
 

@@ -1,6 +1,6 @@
-"""What to do with a request whose client disconnects before the response has started.
+"""The end of a request's work when the client disconnects before the response has started.
 
-Owns: the end of such a request's work. Does not know: the work, how a disconnect is noticed (`exchange`).
+Owns: this end. Does not know: the work, how a disconnect is noticed (`exchange`).
 """
 
 import asyncio
@@ -15,8 +15,8 @@ class WhileConnected:
     """A context for the work of a request: if the client disconnects, the work is cancelled, and the context
     raises ClientDisconnect.
 
-    Without this context, the requests of clients that disconnect at once would be read and submitted like all
-    others.
+    Without this context, the request of a client that disconnects while its body waits or is read would be
+    submitted like all others.
     """
 
     def __init__(self, request: Request) -> None:

@@ -253,7 +253,10 @@ class Exchange:
         self._channel.write(part)
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
-        """Register a callback, called once when the client disconnects before the end of the response."""
+        """Register a callback, called once when the client disconnects before the end of the response.
+
+        The callback takes the place of an earlier one. If the client has disconnected, it is called at once.
+        """
         if self.state is ResponseState.DISCONNECTED:
             callback()
         else:

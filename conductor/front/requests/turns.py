@@ -1,9 +1,9 @@
 """The order in which short bodies are read in the event loop: tenants take turns.
 
 Reading a body takes milliseconds, and the bodies of many connections can arrive at once. Only a few bodies
-are read in each turn of the event loop, so that streams and other tenants do not wait for all of them. No
-body is read while the Conductor is behind: the messages that it has not read are in order of arrival, where
-a tenant's request would wait for all requests of another tenant, and heartbeats too.
+are read in each turn of the event loop, so that streams and other tenants do not wait for all of them. None
+is read while this process's Conductor has too many unread messages: they are in order of arrival, so a
+request would wait there for all earlier requests of other tenants, and so would the front's heartbeats.
 
 Owns: this order. Does not know: how a body is read, how far the Conductor is.
 """
