@@ -175,12 +175,14 @@ class DeviceKVCache:
     def num_free_pages(self) -> int:
         return len(self._free) + len(self._free_hosted)
 
-    def num_free_for(self, num_full: int) -> int:
-        """Return how many free pages a sequence can get.
+    def num_free_for(self, num_full: int, num_own_coming: int = 0, num_hosted_coming: int = 0) -> int:
+        """Return how many free pages a sequence can get, once so many more pages of this process and of a
+        helper are free.
 
         Of its pages, only the first `num_full`, which are full of tokens, can be at a helper.
         """
-        return len(self._free) + min(num_full, len(self._free_hosted))
+        num_hosted = min(num_full, len(self._free_hosted) + num_hosted_coming)
+        return len(self._free) + num_own_coming + num_hosted
 
     def most_pages_for(self, num_full: int) -> int:
         """Return how many pages a sequence can get if no other sequence has any.

@@ -262,7 +262,7 @@ class DecodeBatch:
 
     def _grow(self) -> list[Sequence]:
         ready = []
-        num_coming = self._num_coming_pages
+        num_coming = self._num_own_pages(self._ending)
         for sequence in list(self._running):
             if sequence.state is not SequenceState.RUNNING or sequence.ends_in_flight:
                 continue
@@ -277,10 +277,16 @@ class DecodeBatch:
         return ready
 
     @property
-    def _num_coming_pages(self) -> int:
-        """The number of pages that will soon be free: of sequences that are about to end, or have left."""
-        ending = (sequence for sequence in self._running if sequence.ends_in_flight)
-        return sum(len(sequence.pages) for sequence in (*self._leaving, *ending))
+    def _ending(self) -> list[Sequence]:
+        """The sequences whose pages will soon be free: they are about to end, or have left."""
+        return [*self._leaving, *(sequence for sequence in self._running if sequence.ends_in_flight)]
+
+    def _num_own_pages(self, sequences: list[Sequence]) -> int:
+        """Return how many of the sequences' pages are not at a helper."""
+        return sum(len(sequence.pages) - self._num_hosted(sequence) for sequence in sequences)
+
+    def _num_hosted(self, sequence: Sequence) -> int:
+        return self._kv.num_hosted_of(sequence.pages)
 
     @property
     def _newest_first(self) -> list[Sequence]:
@@ -291,7 +297,8 @@ class DecodeBatch:
         """Preempt one sequence, perhaps `sequence` itself, so that `sequence` can grow.
 
         It is the newest sequence that yields to `sequence` or, if none yields, the newest one to which
-        `sequence` does not yield. Returns the number of pages that become free.
+        `sequence` does not yield. Returns the number of pages that become free,
+        without those at a helper.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
@@ -307,7 +314,7 @@ class DecodeBatch:
                 self._fail(sequence)
                 return 0
         self.leave(last)
-        return len(last.pages)
+        return self._num_own_pages([last])
 
     def _fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence that is alone has enough device pages, perhaps some at a helper."""
@@ -374,9 +381,8 @@ class DecodeBatch:
         shares, chosen = self._shares(), list[Sequence]()
         num_slots = self._num_slots_taken
         num_slots -= sum(sequence.ends_in_flight for sequence in self._running)
-        num_free = self._kv.num_free_for(num_full) + self._num_coming_pages
-        left = self._newest_first
-        while num_slots >= self._max_batch or num_free < num_pages:
+        ending, left = self._ending, self._newest_first
+        while num_slots >= self._max_batch or self._num_free_after(ending, num_full) < num_pages:
             yielding = [other for other in left if shares.yields(other, claim, 1, num_pages)]
             if not yielding:
                 return []
@@ -384,9 +390,15 @@ class DecodeBatch:
             left.remove(other)
             shares.remove(other)
             chosen.append(other)
+            ending.append(other)
             num_slots -= 1
-            num_free += len(other.pages)
         return chosen
+
+    def _num_free_after(self, ending: list[Sequence], num_full: int) -> int:
+        """Return how many pages a sequence can get whose first `num_full` pages will be full, once sequences
+        have ended."""
+        num_hosted = sum(self._num_hosted(sequence) for sequence in ending)
+        return self._kv.num_free_for(num_full, self._num_own_pages(ending), num_hosted)
 
     def _shares(self) -> BatchShares:
         members = [*self._running, *self._loading, *self._prepared]

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.workers.decode.batching.test_batch import PAGE_SIZE, Batch
-from workers.decode.sequence import Sequence
+from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.helped_parts import HostedPages
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
@@ -89,8 +89,54 @@ def test_a_division_that_is_given_up_leaves_nothing_behind(spec: ModelSpec) -> N
 def test_an_inlined_prompt_that_does_not_fit_here_is_not_told_of_pages_at_the_helper(spec: ModelSpec) -> None:
     batch, _, running = divided(spec)
     batch.end(running)
-    prompt = batch.sequence(PAGE_SIZE * NUM_OWN + 1)
-    prompt.tokens.pop()  # the first token is drawn here
-    batch.batch.enter(prompt)
+    prompt = entered_prompt(batch, NUM_OWN + 1)
     batch.batch.plan()
     assert str(prompt.error) == f"it needs {NUM_OWN + 1} device pages now, and there are {NUM_OWN}"
+
+
+def full(spec: ModelSpec) -> tuple[Batch, Sequence, Sequence]:
+    """A batch that has 3 pages here and 9 at the helper left. It runs a prompt of 20 pages here, and a newer
+    sequence of one page here and 11 at the helper. Both are of one answer."""
+    batch = Batch(spec, NUM_OWN)
+    have_helper(batch.kv, Fraction(99, 100), NUM_HOSTED)
+    prompt = entered_prompt(batch, 20, answer_id="one")
+    batch.batch.plan()
+    batch.batch.join(prompt)
+    return batch, prompt, batch.joined(NUM_TOKENS, answer_id="one")
+
+
+def entered_prompt(batch: Batch, num_pages: int, **flow: str) -> Sequence:
+    """A prompt that is computed here, so that no page can be at the helper."""
+    prompt = batch.sequence(PAGE_SIZE * num_pages, **flow)
+    prompt.tokens.pop()  # the first token is drawn here
+    batch.batch.enter(prompt)
+    return prompt
+
+
+def test_nobody_is_preempted_for_a_prompt_by_pages_that_the_helper_has(spec: ModelSpec) -> None:
+    batch, prompt, divided = full(spec)
+    other = entered_prompt(batch, 4, tenant="other")
+    batch.batch.plan()
+    states = [sequence.state for sequence in (prompt, divided, other)]
+    assert states == [SequenceState.RUNNING, SequenceState.RUNNING, SequenceState.WAITING]
+
+
+def test_pages_at_the_helper_come_free_for_a_sequence_that_can_have_them(spec: ModelSpec) -> None:
+    batch, prompt, divided = full(spec)
+    other = batch.entered(NUM_TOKENS + PAGE_SIZE, tenant="other")
+    batch.batch.plan()
+    assert (prompt.state, divided.state) == (SequenceState.RUNNING, SequenceState.LEAVING)
+    batch.batch.free(divided)
+    batch.batch.plan()
+    assert other.state is SequenceState.LOADING
+
+
+def test_a_sequence_does_not_wait_to_grow_into_pages_that_the_helper_has(spec: ModelSpec) -> None:
+    batch, prompt, divided = full(spec)
+    newest = batch.joined(PAGE_SIZE)
+    batch.kv.allocate(batch.kv.num_free_for(0))
+    batch.batch.leave(divided)  # which frees a page here, for one of both
+    for sequence in (prompt, newest):
+        sequence.tokens += [1] * PAGE_SIZE
+    batch.batch.plan()
+    assert (prompt.state, newest.state) == (SequenceState.RUNNING, SequenceState.LEAVING)
