@@ -196,10 +196,11 @@ class DecodeBatch:
     def begin_division(self) -> list[Division]:
         """Choose full pages of running sequences to move to a helper, and allocate pages there for them.
 
-        The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up.
+        The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up. Sequences
+        that are being stored keep their pages.
         """
         kv, divisions, num_coming = self._kv, list[Division](), 0
-        for sequence in self._running:
+        for sequence in (one for one in self._running if not one.num_stores):
             first, num_full = kv.num_hosted_of(sequence.pages), sequence.num_full_pages(kv.page_size)
             num = kv.num_to_host(len(sequence.pages), num_full, sequence.pages, num_coming) - first
             if num >= _LEAST_DIVIDED:

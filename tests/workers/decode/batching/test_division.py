@@ -79,6 +79,14 @@ def test_a_sequence_that_is_stored_or_has_left_meanwhile_keeps_its_pages(
     assert kv.num_free_pages == NUM_OWN + NUM_HOSTED - len(before)
 
 
+def test_nothing_is_copied_of_a_sequence_that_is_being_stored(spec: ModelSpec) -> None:
+    batch, _, sequence = divided(spec)
+    sequence.num_stores = 1
+    assert batch.batch.begin_division() == []
+    sequence.num_stores = 0
+    assert batch.batch.begin_division()
+
+
 def test_a_division_that_is_given_up_leaves_nothing_behind(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec)
     before, divisions = list(sequence.pages), batch.batch.begin_division()
