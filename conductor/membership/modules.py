@@ -107,15 +107,20 @@ class Modules:
     def heard(self, instance: Instance, before: Heartbeat | None) -> bool:
         """Record from a heartbeat where the instance's modules are, and whether an order was carried out.
 
-        Returns whether the instance's number of device pages, or its helper, has changed.
+        Returns whether the instance's number of device pages, the part at its helper, or the helper, has
+        changed.
         """
         order, place = instance.modules_order, instance.modules
         is_told = order is not None and (place.epoch, place.number) == (order.epoch, order.number)
         if is_told and not place.is_moving:
             instance.modules_order = None
-        num_pages_before = None if before is None else before.modules.num_device_pages
+        place_before = ModulesPlace() if before is None else before.modules
         helper_before, instance.helper = instance.helper, self._instances.get(place.helper)
-        is_resized = num_pages_before != place.num_device_pages or instance.helper is not helper_before
+        is_resized = (
+            place_before.num_device_pages != place.num_device_pages
+            or place_before.part != place.part
+            or instance.helper is not helper_before
+        )
         if is_resized:
             self._instances.resized()
         return is_resized

@@ -109,15 +109,19 @@ def test_layers_go_and_come_back(conductor: Conductor) -> None:
     assert placed == PlaceModules(EPOCH, 2, "b", "/run/b")
 
 
-def test_fronts_are_told_of_another_number_of_pages(conductor: Conductor) -> None:
-    def told(num_pages: int) -> list[object]:
-        heartbeat = msgspec.structs.replace(HEARTBEAT, modules=ModulesPlace(num_device_pages=num_pages))
-        effects = conductor.handle(A, heartbeat, 2.0)
+def test_fronts_are_told_of_another_number_of_pages_or_another_part_at_the_helper(
+    conductor: Conductor,
+) -> None:
+    def told(place: ModulesPlace) -> list[object]:
+        effects = conductor.handle(A, msgspec.structs.replace(HEARTBEAT, modules=place), 2.0)
         return [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
 
-    assert told(50)
-    assert not told(50)
-    assert told(60)
+    assert told(ModulesPlace(num_device_pages=50))
+    assert not told(ModulesPlace(num_device_pages=50))
+    moving = ModulesPlace(helper="b", is_moving=True, num_device_pages=60)
+    assert told(moving)
+    assert not told(moving)
+    assert told(msgspec.structs.replace(moving, part=ModulesPart(share=0.5), is_moving=False))
 
 
 def test_no_sequence_is_longer_than_what_fits_with_all_modules_nor_than_what_fits_now(
