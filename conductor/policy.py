@@ -107,7 +107,7 @@ class Conductor:
         )
         self.evacuation = Evacuation(self.view, self.contexts, self.replication)
         self._emptier = emptier = Emptier(self._requests, self._placer, self.migrations)
-        self._modules = Modules(epoch, self.instances)
+        self._modules = Modules(epoch, self.instances, self._fronts)
         self.roles = Roles(self._requests, self._placer, emptier, self._fronts, self._modules)
         self._leaving = Leaving(
             self._requests, emptier, self.evacuation, self.roles, self._fronts, self._modules
@@ -380,10 +380,10 @@ class Conductor:
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> list[Effect]:
         before, instance.heartbeat, instance.last_seen_s = instance.heartbeat, heartbeat, now_s
-        is_resized = self._modules.heard(instance, before)
+        effects = self._modules.heard(instance, before)
         self.view.learn(instance, heartbeat, now_s)
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:
             tbt_slo_s = self._requests.strictest_tbt_slo_s
             self._admission.learn_tbt(instance, load.num_requests, load.tbt_s, tbt_slo_s, now_s)
-        return self._fronts.tell() if is_resized else []
+        return effects

@@ -80,16 +80,13 @@ class Leaving:
         return self._emptier.end(instance, now_s) + self.go_on(now_s) + self._fronts.tell()
 
     def go_on(self, now_s: float) -> list[Effect]:
-        """Order copies of leaving instances' blocks, and the return of modules that draining instances host.
+        """Order copies of leaving instances' blocks, and the return of modules that are called back.
 
         Only copies for which other instances have room are ordered. The caller should call it about twice a
         second.
         """
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
-        effects = self._evacuation.go_on(leaving, now_s)
-        for instance in self._instances.emptying:
-            effects += self._modules.call_back(instance)
-        return effects
+        return self._evacuation.go_on(leaving, now_s) + self._modules.call_back(now_s)
 
     def settle(self) -> list[Effect]:
         """Retire the leaving instances that have no requests, no blocks to copy, and no hosted modules."""

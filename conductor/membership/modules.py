@@ -8,20 +8,23 @@ Owns: which orders are refused, the numbers of orders. Does not know: how module
 import itertools
 
 from conductor.effects import Effect
+from conductor.fronts import Fronts
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import ModulesPart, ModulesPlace, PlaceModules
 from mooncake.messages.workers import InstanceState, Role
 
+WANTED_BACK_S = 600.0
+"""Seconds for which an operator's order to take pages back is repeated while the owner refuses it."""
 _ALL_BACK = ModulesPart()
 
 
 class Modules:
     """The modules that registered instances have at helpers. `epoch` is the Conductor's epoch."""
 
-    def __init__(self, epoch: int, instances: Instances) -> None:
-        self._epoch, self._instances = epoch, instances
+    def __init__(self, epoch: int, instances: Instances, fronts: Fronts) -> None:
+        self._epoch, self._instances, self._fronts = epoch, instances, fronts
         self._numbers = itertools.count(1)
 
     def why_not(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> str:
@@ -71,19 +74,36 @@ class Modules:
         owner.modules_order = order
         return [Effect(owner.identity, order)]
 
-    def call_back(self, helper: Instance) -> list[Effect]:
-        """Order all modules at a helper back to their owners, as the helper is about to leave.
+    def take_back(self, owner: Instance, helper: Instance, now_s: float) -> list[Effect]:
+        """Return the messages of an operator's order that moves all modules of `owner` back.
 
-        The caller repeats the call until no module is left. An owner may refuse, or may have another order to
+        If the modules are pages, the owner gets no further request that needs them, and `call_back` repeats
+        the order for `WANTED_BACK_S`. `why_not` must have returned an empty text before.
+        """
+        effects = self.order(owner, helper)
+        if owner.modules.part.share:
+            effects += self._want_back(owner, now_s + WANTED_BACK_S)
+        return effects
+
+    def call_back(self, now_s: float) -> list[Effect]:
+        """Order modules back to their owners: those at helpers that are about to leave, and those that
+        operators want back.
+
+        The caller should call it about twice a second. An owner may refuse, or may have another order to
         carry out first.
         """
-        owners = [owner for owner in self._instances if place_of(owner).helper == helper.name]
-        return [
-            effect
-            for owner in owners
-            if not place_of(owner).is_moving
-            for effect in self.order(owner, helper)
-        ]
+        effects: list[Effect] = []
+        for owner in self._instances:
+            if owner.wanted_back_until_s is not None and owner.wanted_back_until_s <= now_s:
+                effects += self._want_back(owner, None)
+            if owner.helper is not None and owner.is_called_back and not place_of(owner).is_moving:
+                effects += self.order(owner, owner.helper)
+        return effects
+
+    def _want_back(self, owner: Instance, until_s: float | None) -> list[Effect]:
+        owner.wanted_back_until_s = until_s
+        self._instances.resized()
+        return self._fronts.tell()
 
     def owners_at(self, helper: Instance) -> list[str]:
         """Return the names of the instances whose modules are at a helper, or are moving there."""
@@ -104,16 +124,18 @@ class Modules:
             return f"{instance.name} has modules of {', '.join(owners)}"
         return ""
 
-    def heard(self, instance: Instance, before: Heartbeat | None) -> bool:
+    def heard(self, instance: Instance, before: Heartbeat | None) -> list[Effect]:
         """Record from a heartbeat where the instance's modules are, and whether an order was carried out.
 
-        Returns whether the instance's number of device pages, the part at its helper, or the helper, has
-        changed.
+        Returns messages to the fronts if the instance's number of device pages, the part at its helper, or
+        the helper, has changed.
         """
         order, place = instance.modules_order, instance.modules
         is_told = order is not None and (place.epoch, place.number) == (order.epoch, order.number)
         if is_told and not place.is_moving:
             instance.modules_order = None
+        if not place.helper:
+            instance.wanted_back_until_s = None
         place_before = ModulesPlace() if before is None else before.modules
         helper_before, instance.helper = instance.helper, self._instances.get(place.helper)
         is_resized = (
@@ -121,9 +143,10 @@ class Modules:
             or place_before.part != place.part
             or instance.helper is not helper_before
         )
-        if is_resized:
-            self._instances.resized()
-        return is_resized
+        if not is_resized:
+            return []
+        self._instances.resized()
+        return self._fronts.tell()
 
 
 def place_of(instance: Instance) -> ModulesPlace:

@@ -3,6 +3,8 @@
 Owns: which orders are refused, the answers to operators. Does not know: how an order is carried out.
 """
 
+import msgspec
+
 from conductor.effects import Effect
 from conductor.membership.leaving import Leaving
 from conductor.membership.modules import Modules, place_of
@@ -46,18 +48,21 @@ class Operators:
         if instance is None:
             return [Effect(sender, Ordered(order.order, None, self._instances.why_unknown(order.instance)))]
         if isinstance(order, MoveModules):
-            refusal, effects = self._move_modules(instance, order)
+            refusal, effects = self._move_modules(instance, order, now_s)
         else:
             refusal = self._why_not(instance, order)
             effects = [] if refusal else self._obey(instance, order, now_s)
         return [*effects, Effect(sender, Ordered(order.order, status_of(instance, now_s), refusal))]
 
-    def _move_modules(self, owner: Instance, order: MoveModules) -> tuple[str, list[Effect]]:
+    def _move_modules(self, owner: Instance, order: MoveModules, now_s: float) -> tuple[str, list[Effect]]:
         helper = self._instances.get(order.helper)
         if helper is None:
             return self._instances.why_unknown(order.helper), []
-        refusal = self._modules.why_not(owner, helper, order.part)
-        return refusal, [] if refusal else self._modules.order(owner, helper, order.part)
+        if refusal := self._modules.why_not(owner, helper, order.part):
+            return refusal, []
+        if not order.part:
+            return "", self._modules.take_back(owner, helper, now_s)
+        return "", self._modules.order(owner, helper, order.part)
 
     def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
         if isinstance(order, ChangeRole):
@@ -79,7 +84,9 @@ class Operators:
 
 def status_of(instance: Instance, now_s: float) -> InstanceStatus:
     """Return an instance's status for operators."""
-    emptying = instance.emptying or Emptying(now_s)
+    emptying, place = instance.emptying or Emptying(now_s), place_of(instance)
+    if instance.wanted_back_until_s is not None:
+        place = msgspec.structs.replace(instance.modules, is_moving=True)
     return InstanceStatus(
         instance.name,
         instance.role,
@@ -90,6 +97,6 @@ def status_of(instance: Instance, now_s: float) -> InstanceStatus:
         emptying.num_blocks_left,
         max(0.0, now_s - emptying.began_s),
         instance.state is InstanceState.DRAINING and not emptying.leaves,
-        place_of(instance),
+        place,
         instance.num_device_pages,
     )

@@ -69,6 +69,8 @@ class Instance:
 
     None without a helper.
     """
+    wanted_back_until_s: float | None = None
+    """The time until which pages at the helper are ordered back again and again; None: they may stay."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -103,19 +105,21 @@ class Instance:
         A sequence must fit both with the modules where they are and with all modules back. There is one
         exception: if a helper has device pages of a decode instance, a sequence may be so long that it needs
         these pages. The pages then stay at the helper until the sequence has ended, so no such sequence is
-        taken while the helper leaves service. A prompt must always fit without the helper
-        (`max_prompt_blocks`).
+        taken while they are to come back. A prompt must always fit without the helper (`max_prompt_blocks`).
         """
         capacity = self.registration.capacity
         most = min(capacity.num_pool_pages, self.num_device_pages)
-        if self.modules.part.share and self.role is Role.DECODE and not self._is_called_back:
+        if self.modules.part.share and self.role is Role.DECODE and not self.is_called_back:
             return most
         return min(most, capacity.num_device_pages)
 
     @property
-    def _is_called_back(self) -> bool:
-        """Whether the modules are to come back, because the helper drains or leaves."""
-        return self.helper is not None and self.helper.state is not InstanceState.SERVING
+    def is_called_back(self) -> bool:
+        """Whether modules at the helper are to come back: the helper drains or leaves, or an operator wants
+        them."""
+        if self.helper is None:
+            return False
+        return self.wanted_back_until_s is not None or self.helper.state is not InstanceState.SERVING
 
     @property
     def max_prompt_blocks(self) -> int:

@@ -195,7 +195,7 @@ def migrate(client: AdminClient, name: str, helper: str, part: ModulesPart) -> i
         return f"{part.what} of {name} {'is' if part.num_heads == 1 else 'are'} at {helper}; {pages}"
 
     def shown(status: InstanceStatus) -> tuple[str, str]:
-        return f"modules of {name} move", f"{status.num_requests} requests go on"
+        return f"modules of {name} move", status.modules.error or f"{status.num_requests} requests go on"
 
     order = partial(client.move, name, helper, part)
     return _wait(client, name, order, end_of, "the move goes on", shown)

@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from conductor.effects import Effect
+from conductor.membership.modules import WANTED_BACK_S
+from conductor.membership.operators import status_of
 from conductor.policy import Conductor
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
@@ -288,31 +290,83 @@ def test_a_helper_that_leaves_does_so_when_the_modules_are_back(conductor: Condu
     assert sent(conductor.handle(A, back, 4.0)) == [Retired(False)]
 
 
-def test_no_request_is_longer_than_fits_without_a_helper_that_drains(conductor: Conductor) -> None:
-    """It would keep the helper's pages from coming back."""
-    instance = conductor.instances.get("a")
-    assert instance is not None
-    capacity = msgspec.structs.replace(instance.registration.capacity, num_pool_pages=300)
-    instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
-    place = ModulesPlace(EPOCH, 1, "b", ModulesPart(share=0.5), num_device_pages=200)
-    pool = msgspec.structs.replace(POOL, num_pages=300, num_free=300)
+class LongRequests:
+    """A conductor whose instance "a" has pages at "b"; each request of 101 blocks needs some of them."""
 
-    def submitted(request_id: str) -> list[tuple[bytes, object]]:
-        """A request of 101 blocks, after a heartbeat of the owner."""
-        heartbeat = msgspec.structs.replace(HEARTBEAT, pools={"a": pool}, modules=place)
-        conductor.handle(A, heartbeat, 2.0)
-        effects = conductor.handle(FRONT, Submit(request(request_id, 100 * 4)), 2.0)
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        instance = conductor.instances.get("a")
+        assert instance is not None
+        self.instance = instance
+        capacity = msgspec.structs.replace(instance.registration.capacity, num_pool_pages=300)
+        instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
+        self.place = ModulesPlace(EPOCH, 1, "b", ModulesPart(share=0.5), num_device_pages=200)
+        order(conductor, "a", "b", self.place.part)
+
+    def beat(self, **changes: Any) -> list[object]:
+        """Pass on a heartbeat of the owner. Returns what fronts are told."""
+        self.place = msgspec.structs.replace(self.place, **changes)
+        pool = msgspec.structs.replace(POOL, num_pages=300, num_free=300)
+        heartbeat = msgspec.structs.replace(HEARTBEAT, pools={"a": pool}, modules=self.place)
+        effects = self._conductor.handle(A, heartbeat, 2.0)
+        return [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
+
+    def submitted(self, request_id: str) -> list[tuple[bytes, object]]:
+        """Submit a request after a heartbeat. Returns the messages that follow."""
+        self.beat()
+        effects = self._conductor.handle(FRONT, Submit(request(request_id, 100 * 4)), 2.0)
         return [(effect.peer, type(effect.message)) for effect in effects]
 
-    order(conductor, "a", "b", place.part)
-    assert submitted("first") == [(A, Reserve)]
+
+def test_no_request_is_longer_than_fits_without_a_helper_that_drains(conductor: Conductor) -> None:
+    """It would keep the helper's pages from coming back."""
+    long = LongRequests(conductor)
+    assert long.submitted("first") == [(A, Reserve)]
     _drain(conductor)
-    assert submitted("second") == [(FRONT, Rejected)]
-    assert instance.max_sequence_blocks == 100
-    place = msgspec.structs.replace(place, number=2, error="a request may need 101 pages")
-    assert submitted("third") == [(FRONT, Rejected)]
+    assert long.submitted("second") == [(FRONT, Rejected)]
+    assert long.instance.max_sequence_blocks == 100
+    long.beat(number=2, error="a request may need 101 pages")
+    assert long.submitted("third") == [(FRONT, Rejected)]
     conductor.handle(FRONT, Drain(3, "b", is_wanted=False), 2.0)
-    assert submitted("fourth") == [(A, Reserve)]
+    assert long.submitted("fourth") == [(A, Reserve)]
+
+
+def test_pages_that_an_operator_wants_back_are_needed_by_no_further_request(conductor: Conductor) -> None:
+    """The order is repeated until the requests that need them have ended."""
+
+    def sent(effects: list[Effect]) -> list[object]:
+        return [effect.message for effect in effects if isinstance(effect.message, PlaceModules)]
+
+    long = LongRequests(conductor)
+    assert long.submitted("first") == [(A, Reserve)]
+    _, [placed] = order(conductor, "a", "b", 0)
+    assert placed == PlaceModules(EPOCH, 2, "b", "/run/b")
+    assert long.submitted("second") == [(FRONT, Rejected)]
+    assert not sent(conductor.tick(2.0))
+    long.beat(number=2, error="a request may need 101 pages")
+    status = status_of(long.instance, 2.0).modules
+    assert (status.is_moving, status.error) == (True, "a request may need 101 pages")
+    assert sent(conductor.tick(2.5)) == [PlaceModules(EPOCH, 3, "b", "/run/b")]
+    assert long.submitted("third") == [(FRONT, Rejected)]
+    assert long.beat(number=3, helper="", part=ModulesPart(), error="", num_device_pages=100)
+    assert not status_of(long.instance, 2.0).modules.is_moving
+    assert not sent(conductor.tick(3.0))
+    order(conductor, "a", "b", ModulesPart(share=0.5))
+    long.beat(number=4, helper="b", part=ModulesPart(share=0.5), num_device_pages=200)
+    assert long.submitted("fourth") == [(A, Reserve)]
+
+
+def test_pages_are_wanted_back_for_a_limited_time(conductor: Conductor) -> None:
+    long = LongRequests(conductor)
+    long.beat()
+    order(conductor, "a", "b", 0)
+    conductor.tick(2.0)
+    long.beat(number=2, error="a request may need 101 pages")
+    told = conductor.tick(1.0 + WANTED_BACK_S)
+    assert [effect.peer for effect in told if isinstance(effect.message, ClusterState)] == [FRONT]
+    assert not any(isinstance(effect.message, PlaceModules) for effect in told)
+    assert status_of(long.instance, 2.0).modules == long.place
+    assert long.submitted("first") == [(A, Reserve)]
 
 
 def test_another_conductor_learns_where_modules_are(conductor: Conductor) -> None:
