@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.messages.instance_metrics import instance_text
+
 FOLDER = Path(__file__).parent.parent / "docker/grafana"
 GENERATOR = runpy.run_path(str(FOLDER / "generate.py"))
 METRICS_OF = ("mooncake_", "vllm:")
@@ -35,3 +37,8 @@ def test_panels_do_not_overlap_and_say_what_they_show() -> None:
             refs = [target["refId"] for target in panel["targets"]]
             assert len(set(refs)) == len(refs)
             assert all(re.search("|".join(METRICS_OF), target["expr"]) for target in panel["targets"])
+
+
+def test_all_kinds_of_modules_at_helpers_are_shown() -> None:
+    moved = set(re.findall("mooncake_instance_moved_[a-z_]+", instance_text([], "model")))
+    assert moved == set(re.findall("mooncake_instance_moved_[a-z_]+", GENERATOR["rendered"]("instances")))

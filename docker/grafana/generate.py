@@ -246,7 +246,13 @@ INSTANCES = [
         },
     ),
     Chart(
-        "Moves of KV heads and layers",
+        "Sequences at helpers",
+        "percentunit",
+        {"sum by (instance) (mooncake_instance_moved_sequence_ratio)": "{{instance}}"},
+        "The share of each long sequence whose KVCache is to be at a helper.",
+    ),
+    Chart(
+        "Moves of KV heads, layers and sequences",
         "ops",
         rates("mooncake_module_moves_total", "instance", "outcome"),
         "slow: taken back, as iterations took longer with the helper; lost: the helper has ended.",
