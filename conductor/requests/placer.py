@@ -196,7 +196,7 @@ class Placer:
     def _wait_for_instances(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Let a request wait for a pair with room, or end it if no such pair can be expected."""
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
-            return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
+            return self._give_up(tracked, Reason.TOO_LARGE, f"{too_large}{tracked.why_it_waits}", now_s)
         missing = next((stage for stage in STAGES if self._instances.lacks(stage)), None)
         if missing is not None and not tracked.may_have_begun:
             message = f"{self._instances.why_none(missing)}{tracked.why_it_waits}"
@@ -378,9 +378,12 @@ class Placer:
         return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
 
     def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
-        """Reject a request whose client has got nothing yet; fail a request whose output has begun."""
+        """Reject a request whose client has got nothing yet; fail a request whose output has begun.
+
+        Since a request has begun, instances were lost or have become smaller. They may come back.
+        """
         if tracked.may_have_begun:
-            return self.fail(tracked, message, now_s)
+            return self.fail(tracked, message, now_s, may_retry=True)
         return self._reject(tracked, reason, message, now_s)
 
     def _reject(

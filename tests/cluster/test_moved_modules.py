@@ -327,6 +327,7 @@ def test_a_killed_process_ends_a_request_that_fits_nowhere_then_and_costs_no_oth
         assert [text_of(one.result().json()) for one in short] == expected[:2]
         ended = answer.result()
     if ended.status_code != 200:  # it had not ended before
+        assert ended.status_code == 503
         assert "decode instance holds at most" in ended.json()["error"]["message"], ended.text
     wait_for_pages(conductor, 32, 48)
     assert post(conductor, long).status_code == 400

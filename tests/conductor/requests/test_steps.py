@@ -17,6 +17,7 @@ from mooncake.messages.fronts import (
     Rejected,
     Submit,
 )
+from mooncake.messages.migration import ModulesPlace
 from mooncake.messages.pools import Grant, GrantedPage, PoolShard, PrefixSource
 from mooncake.messages.requests import FinishReason, TokenLogprobs
 from mooncake.messages.workers import (
@@ -38,6 +39,7 @@ from tests.conductor.small_cluster import (
     D1,
     FRONT,
     GRANT,
+    HEARTBEAT,
     LAYOUT,
     P0,
     TBT_SLO_S,
@@ -235,6 +237,25 @@ def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> N
     conductor.handle(P0, Prefilled(ref(2), 44, 0), 3.0)
     effects = conductor.handle(D1, Finished(ref(2), FinishReason.LENGTH, 5), 4.0)
     assert effects == [Effect(FRONT, Ended("r", 5))]
+
+
+def test_a_begun_request_that_fits_nowhere_any_more_may_be_sent_again() -> None:
+    """As when a helper that had some of its pages is lost."""
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
+    smaller = msgspec.structs.replace(HEARTBEAT, modules=ModulesPlace(num_device_pages=2))
+    conductor.handle(D0, smaller, 2.0)
+    reason = "it needs 3 device pages now, and there are 2"
+    assert Effect(FRONT, Interrupted("r")) in conductor.handle(D0, WorkFailed(ref(), reason, True), 2.0)
+    [effect] = conductor.handle(FRONT, Continue(request()), 2.0)
+    assert effect.message == Failed(
+        "r",
+        "the prompt has 9 tokens, max_tokens is 5; the KVCache of a decode instance holds at most 2 blocks of"
+        " 4 tokens (it needs 3 device pages now, and there are 2)",
+        may_retry=True,
+    )
 
 
 def test_an_interrupted_request_that_is_cancelled_ends() -> None:
