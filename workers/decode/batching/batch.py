@@ -21,6 +21,8 @@ from workers.errors import NoRoomError
 
 _LEAST_DIVIDED = 4
 """The fewest full pages of a running sequence that are worth a pause between two iterations."""
+_DIVIDED_AGAIN = 16
+"""The number of pages that are always worth a pause in which sequences are divided again."""
 _by_rank = attrgetter("rank")
 
 
@@ -193,11 +195,15 @@ class DecodeBatch:
             for page in sequence.pages[-(-sequence.num_kv_tokens // page_size) :]
         }
 
-    def begin_division(self) -> list[Division]:
+    def begin_division(self, *, again: bool = False) -> list[Division]:
         """Choose full pages of running sequences to move to a helper, and allocate pages there for them.
 
         The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up. Sequences
         that are being stored keep their pages.
+
+        If sequences are divided `again`, and fewer pages would move than there are sequences, none moves:
+        each division pauses all sequences, and each sequence fills a page in as many iterations as a page has
+        tokens.
         """
         kv, divisions, num_coming = self._kv, list[Division](), 0
         for sequence in (one for one in self._running if not one.num_stores):
@@ -206,6 +212,8 @@ class DecodeBatch:
             if num >= _LEAST_DIVIDED:
                 divisions.append(Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num)))
                 num_coming += num
+        if again and num_coming < min(len(self._running), _DIVIDED_AGAIN):
+            self.drop_division(divisions)
         return divisions
 
     def end_division(self, divisions: list[Division]) -> None:

@@ -145,7 +145,7 @@ class ModuleMoves:
                     case _Slow(why):
                         await self._take_back(why)
                     case _Divide():
-                        await self._divide()
+                        await self._divide(again=True)
                     case order:
                         await self._carry_out(order)
         finally:
@@ -188,14 +188,17 @@ class ModuleMoves:
         log.info("%s are at %s", self.place.part.what, order.helper)
         if link.is_lost:
             self.lost()
-        await self._divide()
+        await self._divide(again=False)
 
-    async def _divide(self) -> None:
-        """Move full pages of running sequences to a helper that can have pages of sequences."""
+    async def _divide(self, *, again: bool) -> None:
+        """Move full pages of running sequences to a helper that can have pages of sequences.
+
+        `again`: sequences have been divided before.
+        """
         if self._executor.kv.hosted_pages is None or self._is_lost:
             return
         try:
-            await self._rearranger.divide()
+            await self._rearranger.divide(again=again)
         except TransferError as error:
             log.warning("no more pages go to %s: %s", self.place.helper, error)
         if self._is_lost:

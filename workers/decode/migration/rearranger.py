@@ -170,13 +170,15 @@ class Rearranger:
         await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
         self._kv.take_memory_beside()
 
-    async def divide(self) -> None:
+    async def divide(self, *, again: bool = False) -> None:
         """Move full pages of running sequences to a helper that has pages of sequences.
+
+        If sequences are divided `again`, few pages do not move (`DecodeBatch.begin_division`).
 
         If the helper is lost meanwhile, no pages move. Raises TransferError if a helper on another host is
         lost.
         """
-        kv, divisions = self._kv, self._batch.begin_division()
+        kv, divisions = self._kv, self._batch.begin_division(again=again)
         if not divisions:
             return
         assert kv.hosted_pages is not None

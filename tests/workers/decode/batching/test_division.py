@@ -79,6 +79,16 @@ def test_a_sequence_that_is_stored_or_has_left_meanwhile_keeps_its_pages(
     assert kv.num_free_pages == NUM_OWN + NUM_HOSTED - len(before)
 
 
+def test_sequences_are_divided_again_for_as_many_pages_as_there_are_sequences(spec: ModelSpec) -> None:
+    batch, kv, sequence = divided(spec)
+    others = [batch.joined(1) for _ in range(6)]
+    assert batch.batch.begin_division(again=True) == []
+    assert kv.num_free_pages == NUM_OWN + NUM_HOSTED - len(sequence.pages) - len(others)
+    batch.end(others[0])
+    [division] = batch.batch.begin_division(again=True)
+    assert len(division.pages) == 6
+
+
 def test_nothing_is_copied_of_a_sequence_that_is_being_stored(spec: ModelSpec) -> None:
     batch, _, sequence = divided(spec)
     sequence.num_stores = 1
