@@ -38,8 +38,9 @@ class KVCacheMove:
         moved = helped if isinstance(helped, MovedHeads) else None
         num_moved = 0 if moved is None else moved.layers[0].shape[1]
         before_layers = [kv.layer(layer) for layer in kv.layers]
-        # A helper's pages are further ones, and have nothing when they come or go.
-        are_further = isinstance(helped, HostedPages) or kv.hosted_pages is not None
+        self.are_further = are_further = isinstance(helped, HostedPages) or kv.hosted_pages is not None
+        """Whether a helper's pages come beside the others, or go. They have nothing then, so that no page is
+        copied."""
         self._own = [] if are_further else kv.new_layers(num_pages, len(kv.kv_heads) - num_moved)
         self._layers = before_layers if are_further else list(self._own)
         if isinstance(helped, HostedLayers):

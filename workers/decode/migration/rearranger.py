@@ -130,6 +130,8 @@ class Rearranger:
         another host is lost.
         """
         copied, num_rounds = set[FullPage](), 0
+        if move.are_further:
+            return copied
         await self.beside(move.take_memory, move.give_up)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _LOADING_TIMEOUT_S

@@ -13,6 +13,7 @@ from tests.workers.decode.batching.test_batch import Batch
 from tests.workers.decode.batching.test_division import have_helper
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.migration import rearranger
+from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.migration.rearranger import Rearranger
 from workers.engine.spec import ModelSpec
@@ -100,3 +101,14 @@ async def test_a_session_that_ends_waits_for_no_further_copy(dividing: Dividing)
         await divide
     assert dividing.nums_copied == [2]
     assert dividing.has_changed_nothing
+
+
+async def test_pages_that_come_or_go_beside_the_others_are_not_copied_in_rounds(
+    dividing: Dividing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rearranger, "_FEW_PAGES", 4)
+    beside = AsyncMock()
+    monkeypatch.setattr(dividing.rearranger, "beside", beside)
+    move = KVCacheMove(Mock(), dividing.kv, dividing.kv.num_own_pages, None)
+    assert await dividing.rearranger.pre_copy(move) == set()
+    assert not beside.await_count
