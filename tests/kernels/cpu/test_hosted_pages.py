@@ -1,24 +1,20 @@
 """Layers of sequences whose first pages a helper has, against the same layers in one place."""
 
-import socket
-
 import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.attention import AttentionShape, PagedAttention
-from kernels.cpu.elementwise import Slots
+from kernels.cpu.attention import PagedAttention
 from kernels.cpu.layer import Layer, run_layers
 from kernels.cpu.library import Isa, Library
-from kernels.cpu.mailbox import HelperLost, Wire
+from kernels.cpu.mailbox import HelperLost
 from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, MailboxShape
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 from tests.kernels.cpu.test_layer import HIDDEN, weights
-from tests.kernels.cpu.test_moved_attention import WIRED, hosting
+from tests.kernels.cpu.test_moved_attention import HEADS, PAGE_SIZE, WIRED, ends_of, hosting, slots
 
-HEADS = AttentionShape(4, 2, 64, 0.125)
-PAGE_SIZE, NUM_PAGES = 8, 16
+NUM_PAGES = 16
 WINDOWS = (None, 20, 4)
 """The last window ends before all pages at the helper."""
 QUERY_LENS, KV_LENS = (1, 3, 1, 21), (30, 20, 5, 40)
@@ -50,15 +46,7 @@ class Case:
         return MailboxShape(sum(QUERY_LENS), len(QUERY_LENS), num_pages, HEADS, self.dtype, has_keys=True)
 
     def ends(self, timeout_s: float, *, is_wired: bool) -> tuple[AttentionOwner, AttentionHelper]:
-        shape = self.shape()
-        memory = torch.zeros(shape.size_bytes, dtype=torch.uint8)
-        if not is_wired:
-            owner = AttentionOwner(self.library, memory, shape, timeout_s)
-            return owner, AttentionHelper(self.library, memory, shape, self.hosted, WINDOWS)
-        near, far = socket.socketpair()
-        owner = AttentionOwner(self.library, memory, shape, timeout_s, Wire(near, timeout_s))
-        there, wire = torch.zeros_like(memory), Wire(far, None)
-        return owner, AttentionHelper(self.library, there, shape, self.hosted, WINDOWS, wire)
+        return ends_of(self.library, self.shape(), self.hosted, WINDOWS, timeout_s, is_wired=is_wired)
 
     def begin(self, owner: AttentionOwner) -> None:
         those = [index for index, num in enumerate(NUMS_HOSTED) if num]
@@ -82,15 +70,7 @@ class Case:
         if owner is not None:
             self.begin(owner)
         workspace = torch.empty(len(self.hidden) * self.layer.workspace_elements, dtype=self.dtype)
-        return run_layers(layers, self.hidden, slots(), workspace, owner)
-
-
-def slots() -> Slots:
-    positions = [np.arange(end - num, end) for num, end in zip(QUERY_LENS, KV_LENS, strict=True)]
-    pages = [table[span // PAGE_SIZE] for table, span in zip(TABLES, positions, strict=True)]
-    angles = random((sum(QUERY_LENS), HEADS.head_dim // 2), torch.float32, 10)
-    offsets = torch.from_numpy(np.concatenate(positions) % PAGE_SIZE)
-    return Slots(angles.cos(), angles.sin(), torch.from_numpy(np.concatenate(pages)), offsets)
+        return run_layers(layers, self.hidden, slots(QUERY_LENS, KV_LENS, TABLES), workspace, owner)
 
 
 @WIRED

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -51,16 +51,38 @@ def attentions(
     ]
 
 
-def slots() -> Slots:
-    positions = [np.arange(end - num, end) for num, end in zip(QUERY_LENS, KV_LENS, strict=True)]
-    pages = [table[span // PAGE_SIZE] for table, span in zip(TABLES, positions, strict=True)]
-    angles = random((sum(QUERY_LENS), HEADS.head_dim // 2), torch.float32, 10)
+def slots(query_lens: Sequence[int], kv_lens: Sequence[int], tables: Sequence[np.ndarray]) -> Slots:
+    """The slots of the new tokens of these sequences, with pages of `PAGE_SIZE` tokens."""
+    positions = [np.arange(end - num, end) for num, end in zip(query_lens, kv_lens, strict=True)]
+    pages = [table[span // PAGE_SIZE] for table, span in zip(tables, positions, strict=True)]
+    angles = random((sum(query_lens), HEADS.head_dim // 2), torch.float32, 10)
     offsets = torch.from_numpy(np.concatenate(positions) % PAGE_SIZE)
     return Slots(angles.cos(), angles.sin(), torch.from_numpy(np.concatenate(pages)), offsets)
 
 
 def shape_of(dtype: torch.dtype) -> MailboxShape:
     return MailboxShape(sum(QUERY_LENS), len(QUERY_LENS), NUM_PAGES, MOVED, dtype)
+
+
+def ends_of(
+    library: Library,
+    shape: MailboxShape,
+    hosted: list[torch.Tensor],
+    windows: Sequence[int | None],
+    timeout_s: float,
+    memory: torch.Tensor | None = None,
+    *,
+    is_wired: bool,
+) -> tuple[AttentionOwner, AttentionHelper]:
+    """Both ends of one mailbox in `memory`, or of two that a stream connects."""
+    memory = torch.zeros(shape.size_bytes, dtype=torch.uint8) if memory is None else memory
+    if not is_wired:
+        helper = AttentionHelper(library, memory, shape, hosted, windows)
+        return AttentionOwner(library, memory, shape, timeout_s), helper
+    near, far = socket.socketpair()
+    owner = AttentionOwner(library, memory, shape, timeout_s, Wire(near, timeout_s))
+    there = torch.zeros_like(memory)
+    return owner, AttentionHelper(library, there, shape, hosted, windows, Wire(far, None))
 
 
 def mailbox(
@@ -72,16 +94,7 @@ def mailbox(
     *,
     is_wired: bool = False,
 ) -> tuple[AttentionOwner, AttentionHelper]:
-    """Both ends of one mailbox in `memory`, or of two that a stream connects."""
-    shape = shape_of(dtype)
-    memory = torch.zeros(shape.size_bytes, dtype=torch.uint8) if memory is None else memory
-    if not is_wired:
-        helper = AttentionHelper(library, memory, shape, pages.moved, WINDOWS)
-        return AttentionOwner(library, memory, shape, timeout_s), helper
-    near, far = socket.socketpair()
-    owner = AttentionOwner(library, memory, shape, timeout_s, Wire(near, timeout_s))
-    there = torch.zeros_like(memory)
-    return owner, AttentionHelper(library, there, shape, pages.moved, WINDOWS, Wire(far, None))
+    return ends_of(library, shape_of(dtype), pages.moved, WINDOWS, timeout_s, memory, is_wired=is_wired)
 
 
 @contextmanager
@@ -117,7 +130,7 @@ class Layers:
         if moved is not None:
             moved.begin(range(first, NUM_LAYERS), QUERY_LENS, KV_LENS, TABLES, PAGE_SIZE)
         workspace = torch.empty(len(self.hidden) * self.layer.workspace_elements, dtype=self.layer.dtype)
-        return run_layers(layers, self.hidden, slots(), workspace, moved)
+        return run_layers(layers, self.hidden, slots(QUERY_LENS, KV_LENS, TABLES), workspace, moved)
 
 
 @WIRED
