@@ -306,8 +306,7 @@ class DecodeBatch:
         """Preempt one sequence, perhaps `sequence` itself, so that `sequence` can grow.
 
         It is the newest sequence that yields to `sequence` or, if none yields, the newest one to which
-        `sequence` does not yield. Returns the number of pages that become free,
-        without those at a helper.
+        `sequence` does not yield. Returns the number of pages that become free here, not at a helper.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
