@@ -147,7 +147,7 @@ async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: 
     with our_flags(arguments, flags) as flags:
         async with sender_to(our_command(port, flags), "/ready") as sender:
             rows = await goodput.measure("ours", sender, rates(arguments.rates), arguments.seconds)
-            ours = goodput.best_that_spares_no_kind(rows)
+            ours = goodput.best_that_serves_both_kinds(rows)
             overload = [goodput.OVERLOAD * ours.rate_per_s]
             (overloaded,) = await goodput.measure("ours, overloaded", sender, overload, arguments.seconds)
     theirs: list[Row] = []

@@ -53,8 +53,11 @@ class Row(NamedTuple):
     long_share: float | None
 
     @property
-    def spares_no_kind(self) -> bool:
-        """Whether long prompts meet the SLOs about as often as short ones."""
+    def serves_both_kinds(self) -> bool:
+        """Whether long prompts meet the SLOs at least `MIN_LONG_BY_SHORT` times as often as short ones.
+
+        True if the share of one kind is None.
+        """
         if self.short_share is None or self.long_share is None:
             return True
         return self.long_share >= MIN_LONG_BY_SHORT * self.short_share
@@ -100,34 +103,34 @@ def best(rows: Sequence[Row]) -> Row:
     return max(rows, key=lambda row: row.goodput_per_s)
 
 
-def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
+def best_that_serves_both_kinds(rows: Sequence[Row]) -> Row:
     """Return the best row in which both kinds of requests are served; if there is none, the best row."""
-    return best([row for row in rows if row.spares_no_kind] or rows)
+    return best([row for row in rows if row.serves_both_kinds] or rows)
 
 
 def holds(best: Row, overloaded: Row) -> bool:
     """Print the goodput that is left under an overload.
 
-    Returns whether that is at least `MIN_OVERLOADED` of the best goodput, and long prompts meet the SLOs
-    about as often as short ones.
+    Returns whether that is at least `MIN_OVERLOADED` of the best goodput, and `overloaded` serves both kinds
+    of requests.
     """
     share = overloaded.goodput_per_s / best.goodput_per_s if best.goodput_per_s else 0.0
     print(
         f"\nours at {overloaded.rate_per_s:g} req/s, {OVERLOAD:g} times its best rate: {share:.0%} of its"
-        f" best goodput (bar {MIN_OVERLOADED:.0%}), spares no kind of request:"
-        f" {'yes' if overloaded.spares_no_kind else 'no'}"
+        f" best goodput (bar {MIN_OVERLOADED:.0%}), serves both kinds of requests:"
+        f" {'yes' if overloaded.serves_both_kinds else 'no'}"
     )
-    return share >= MIN_OVERLOADED and overloaded.spares_no_kind
+    return share >= MIN_OVERLOADED and overloaded.serves_both_kinds
 
 
 def compare(ours: Row, peer: Row | None, tuned_peer: Row | None, bars: tuple[float, float]) -> bool:
     """Print our best goodput as a multiple of vLLM's.
 
     `bars` are the least ratios: to vLLM with its defaults, and to vLLM in its best way. Returns whether both
-    are reached, and our row spares no kind of request.
+    are reached, and our row serves both kinds of requests.
     """
-    is_met = ours.spares_no_kind
-    print(f"\nours at {ours.rate_per_s:g} req/s spares no kind of request: {'yes' if is_met else 'no'}")
+    is_met = ours.serves_both_kinds
+    print(f"\nours at {ours.rate_per_s:g} req/s serves both kinds of requests: {'yes' if is_met else 'no'}")
     names = ("with its defaults", "in its best way")
     for name, best, bar in zip(names, (peer, tuned_peer), bars, strict=True):
         if best is not None:

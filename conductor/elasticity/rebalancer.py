@@ -133,8 +133,8 @@ class Rebalancer:
         self._acceptance = Acceptance(2 * _EVALUATED_S)
         self._looked_s = -math.inf
         self._num_changes_seen = 0
-        self._num_changes_decided = -1
-        """The number of changes of the load at the latest decision."""
+        self._num_changes_at_decision = -1
+        """`_num_changes_seen` at the latest decision; -1 before the first one."""
         self._same: Work | None = None
         """The work for which `_num_left` was set."""
         self._names: frozenset[str] = frozenset()
@@ -180,7 +180,7 @@ class Rebalancer:
             return None
         self._num_left -= 1
         self._direction = change.after
-        self._num_changes_decided = self._num_changes_seen
+        self._num_changes_at_decision = self._num_changes_seen
         self.num_decided[change.after] += 1
         accepted = self._acceptance.share(now_s - _EVALUATED_S, now_s)
         self.decisions.append(Decision(now_s, change, accepted))
@@ -255,7 +255,7 @@ class Rebalancer:
         A further change is risky if this load has already led to a change, has not lasted long, and it is
         unknown how long loads last.
         """
-        is_another = self._num_changes_decided == self._num_changes_seen
+        is_another = self._num_changes_at_decision == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
     def _served(self, able: DivisionCapacity, division: Division) -> float:

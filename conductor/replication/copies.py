@@ -53,7 +53,10 @@ class PrefixCopy:
     """The time by which the copy must have arrived."""
     is_there: bool = False
     missed_s: float | None = None
-    """The time since when the copy is missing: it did not arrive in time, or it was evicted."""
+    """The time from which the copy has been missing (it did not arrive in time, or was evicted).
+
+    None if it is not missing.
+    """
 
     def is_in_flight(self, now_s: float) -> bool:
         """Return whether the copy may still arrive."""

@@ -144,7 +144,7 @@ class Resumption:
         return effects
 
     def _abandon(self, request_id: str) -> list[Effect]:
-        """Forget a request's incompletely reported attempts, and return the orders that stop them."""
+        """Forget the reported attempts of a request, and return the orders that stop them."""
         return [
             Effect(instance.identity, Abort(ref))
             for ref, attempt in self._attempts.pop(request_id, {}).items()

@@ -105,9 +105,9 @@ class Suspicion:
         self._losses = [loss for loss in self._losses if loss.at_s >= before_s or not loss.is_unexplained]
 
     def request_ended(self, request_id: str, *, has_finished: bool) -> None:
-        """Record that a request has ended.
+        """Record that a request has ended, whether or not it finished.
 
-        If it `has_finished`, it is no suspect any more. Otherwise it stays a suspect.
+        If it did (`has_finished`), it is no suspect any more.
         """
         for loss in self._losses:
             loss.running.discard(request_id)

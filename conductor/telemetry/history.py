@@ -74,7 +74,10 @@ class RequestTimeline:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     attempt: int = 0
-    """The number of the current attempt. Migrations that ended without a move have used numbers, too."""
+    """The number of the current attempt. It can be larger than `num_attempts + num_moves`.
+
+    Migrations that ended without a move, and attempts under an earlier Conductor, have taken numbers, too.
+    """
     num_attempts: int = 0
     """The number of placements."""
     num_moves: int = 0

@@ -19,9 +19,9 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
-"""The most blocks of a batch. The message of such a batch has some 200 KB.
+"""The largest number of blocks in a batch. The message of a full batch has some 200 KB.
 
-A batch of this size is sealed automatically, so the log is bounded even if no caller seals.
+A full batch is sealed automatically, so the log is bounded even if no caller seals.
 """
 
 

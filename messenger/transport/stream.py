@@ -250,7 +250,10 @@ class Stream:
         return await self._first(self._readable, receive)
 
     def received(self, num_bytes: int) -> None:
-        """Count bytes that the caller has received over `fileno` itself, while nothing was `ahead`."""
+        """Count bytes that the caller has received from the descriptor `fileno` directly.
+
+        Callers outside this class receive them only while the buffer `ahead` is empty.
+        """
         self.num_received_bytes += num_bytes
         self.moved(num_bytes)
 

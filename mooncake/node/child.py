@@ -134,8 +134,10 @@ class Child:
         return doing
 
     def _send(self, signum: int) -> None:
-        """Send a signal by pid. The method of the process object would collect the exit code, for which a
-        thread is waiting already."""
+        """Send a signal by pid.
+
+        `process.send_signal` could collect the exit code, for which asyncio is waiting already.
+        """
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
@@ -168,7 +170,11 @@ async def _forward(
     queue: asyncio.Queue[Status | str | None],
     parse: Callable[[bytes], Status | str],
 ) -> None:
-    """Put every parsed line into `queue`, then None. A line longer than `LONGEST_LINE_BYTES` is cut."""
+    """Put every parsed line into `queue`, then None at the end.
+
+    Of a line longer than `LONGEST_LINE_BYTES`, bytes are lost; what arrives of it later can count as another
+    line.
+    """
     rest = b""
     while data := await reader.read(LONGEST_LINE_BYTES):
         *lines, rest = (rest + data).split(b"\n")

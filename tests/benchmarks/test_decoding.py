@@ -11,7 +11,7 @@ from benchmarks.decode.goodput import (
     SHORT,
     Row,
     best,
-    best_that_spares_no_kind,
+    best_that_serves_both_kinds,
     compare,
     is_effective,
     measure,
@@ -83,8 +83,8 @@ def test_a_server_is_known_by_its_best_rate_and_offered_no_more_once_it_is_overl
 
 def test_ours_is_known_by_its_best_rate_at_which_long_prompts_are_not_turned_away() -> None:
     fair, greedy = Row(2, 1.9, 1.0, 0.95), Row(4, 3.4, 1.0, 0.4)
-    assert best_that_spares_no_kind([Row(1, 0.9, 1.0, 1.0), fair, greedy]) is fair
-    assert best_that_spares_no_kind([greedy, Row(5, 2.0, 1.0, 0.1)]) is greedy
+    assert best_that_serves_both_kinds([Row(1, 0.9, 1.0, 1.0), fair, greedy]) is fair
+    assert best_that_serves_both_kinds([greedy, Row(5, 2.0, 1.0, 0.1)]) is greedy
 
 
 @pytest.mark.parametrize(

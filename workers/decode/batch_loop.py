@@ -28,7 +28,7 @@ class BatchLoop:
 
     `recheck` is called in each turn, to check again the requests that wait for a smaller batch or for pages.
     `on_ended` is called with each iteration that has ended. If a helper has not answered, the iteration has
-    no results, and `on_ended` holds the loop.
+    no results, and `on_ended` calls `hold`.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ _DUMMY_STD = 0.02
 
 
 def _opt_name(name: str) -> str:
-    """Return OPT's name of a tensor whose name in Llama's checkpoints is `name`."""
+    """Return what OPT's checkpoints call the tensor that Llama's checkpoints call `name`."""
     match = _NAME.fullmatch(name)
     if match is None:  # the head
         return name
@@ -220,7 +220,7 @@ class Weights:
             yield from zip(names, torch.split(tensor, num_rows), strict=True)
 
     def _named(self, name: str) -> str:
-        """Return this model's name of a tensor whose name in Llama's checkpoints is `name`."""
+        """Return what this model's checkpoints call the tensor that Llama's checkpoints call `name`."""
         return _opt_name(name) if self.spec.is_opt else name
 
     def _vocab_rows(self, name: str) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Prompts with a common prefix at one instance: later ones wait until one of them has stored the prefix.
+"""Prompts with a common prefix at one instance.
+
+An earlier prompt computes and stores the prefix, and the later ones wait for it.
 
 Owns: the rule which prompt waits (`workers.prefill.queue` applies it to its prompts), and turns for the
 prompts of decode instances, which have no such queue. Does not know: who stores blocks, pages.

@@ -25,10 +25,11 @@ class Kind(StrEnum):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of one request. Times are in seconds since the request was due.
+    """The outcome of one request.
 
-    They count from that time even if the request was sent late, so that a slow client makes no latency look
-    better. `num_prompt_tokens` is None if the server has not reported its token counts.
+    `answered_s` and `ttft_s` count from the time at which the request was due, even if it was sent late, so
+    that a slow client makes no latency look better. `num_prompt_tokens` is None if the server has not
+    reported its token counts.
     """
 
     number: int

@@ -112,7 +112,7 @@ class Offload:
             self.close()
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the first process. The kernel then ends the others, which it has forked. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.close()
             os.kill(self._pid, signal.SIGKILL)  # it may be stopped, and has nothing to finish

@@ -29,8 +29,9 @@ class Sequence:
     take_back: Callable[[], None] | None = None
     """A callback that cancels the wait for pages."""
     holds_first: bool = False
-    """Whether the request has a TBT SLO. If its first token also has a deadline, the token is held.
+    """Whether the first token may be held, because the order to reserve has a TBT SLO.
 
+    It is held if it also has a deadline (`due_s`) and is not the last token.
     The rule is that of `workers.decode.tbt_slo.double_check.HeldTokens`.
     """
     due_s: float | None = None
