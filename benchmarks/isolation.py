@@ -206,8 +206,16 @@ async def send_until_told(url: str, key: str, load: Load, seed: int, end: Connec
 def run_load(url: str, key: str, name: str, seed: int, end: Connection) -> None:
     """Be the process of a load."""
     [load] = [load for load in LOADS if load.name == name]
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the measuring process has ended early
+    with contextlib.suppress(EOFError, ConnectionError):  # the measuring process has ended early
         asyncio.run(send_until_told(url, key, load, seed, end))
+
+
+@contextlib.contextmanager
+def _telling_of_early_end(load: Load) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        raise ServerError(f"the process that sends the load {load.name!r} has ended early") from None
 
 
 @contextlib.contextmanager
@@ -222,12 +230,12 @@ def under_way(url: str, key: str, load: Load, seed: int) -> Iterator[None]:
     process.start()
     theirs.close()
     try:
-        ours.recv()  # it has begun
+        with _telling_of_early_end(load):
+            ours.recv()  # it has begun
         yield
-        ours.send("end")
-        statuses, errors = ours.recv()
-    except (EOFError, BrokenPipeError):
-        raise ServerError(f"the process that sends the load {load.name!r} has ended early") from None
+        with _telling_of_early_end(load):
+            ours.send("end")
+            statuses, errors = ours.recv()
     finally:
         ours.close()
         process.join()

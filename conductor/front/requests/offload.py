@@ -169,6 +169,11 @@ class _WorkQueue:
         self._has_come.set()
         try:
             return await task.answered
+        except asyncio.CancelledError:  # the client has gone: the body of a task that waits counts no more
+            if task in queue:
+                queue.remove(task)
+                self._num_bytes -= num_bytes
+            raise
         finally:
             self.num_waiting -= 1
 
@@ -190,6 +195,7 @@ class _WorkQueue:
                 while await process.do(task):
                     del task  # its body may be large, and the next task may be long in coming
                     task = await self._next()
+            del task
 
     async def _next(self) -> _Task:
         while True:

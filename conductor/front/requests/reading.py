@@ -73,7 +73,7 @@ class Reading:
         model: ServedModel,
         served_model_name: str,
         max_choices: int,
-        must_wait: Callable[[], bool] = lambda: False,
+        must_wait: Callable[[], bool],
     ) -> None:
         """Fork the first process of `offload`.
 

@@ -1,9 +1,9 @@
 """The order in which short bodies are read in the event loop: tenants take turns.
 
 Reading a body takes milliseconds, and the bodies of many connections can arrive at once. Only a few bodies
-are read in each turn of the event loop, so that streams and other tenants do not wait for all of them. None
-is read while this process's Conductor has too many unread messages: they are in order of arrival, so a
-request would wait there for all earlier requests of other tenants, and so would the front's heartbeats.
+are read in each turn of the event loop, so that streams and other tenants do not wait for all of them. While
+the Conductor in this process has too many unread messages, no body is read. Those messages have no turns: a
+request, and the front's heartbeats, would wait behind all earlier requests of another tenant.
 
 Owns: this order. Does not know: how a body is read, how far the Conductor is.
 """
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 MAX_BYTES_AT_ONCE = 8192
 """Bytes of bodies that are read in one turn of the event loop."""
+MAX_BODIES_AT_ONCE = 8
+"""Bodies that are read in one turn of the event loop. Each of them can submit a hundred choices."""
 
 
 class _Waiting(NamedTuple):
@@ -25,7 +27,7 @@ class _Waiting(NamedTuple):
 class ReadingOrder:
     """The order of one event loop's bodies. Needs a running event loop."""
 
-    def __init__(self, must_wait: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, must_wait: Callable[[], bool]) -> None:
         """Make an empty order.
 
         `must_wait` returns whether all bodies have to wait. While any body waits, it is called in each turn
@@ -53,14 +55,14 @@ class ReadingOrder:
 
     def _choose(self) -> None:
         """Choose the bodies that the next turn of the event loop reads."""
-        self._is_due, num_bytes = False, 0
-        while self._waiting and not self._must_wait():
+        self._is_due, num_bytes, num_bodies = False, 0, 0
+        while self._waiting and num_bodies < MAX_BODIES_AT_ONCE and not self._must_wait():
             tenant, bodies = next(iter(self._waiting.items()))
             body = bodies[0]
             if not body.may_read.done():  # else the client has gone
                 if num_bytes and num_bytes + body.num_bytes > MAX_BYTES_AT_ONCE:
                     break
-                num_bytes += body.num_bytes
+                num_bytes, num_bodies = num_bytes + body.num_bytes, num_bodies + 1
                 body.may_read.set_result(None)
                 self._waiting.move_to_end(tenant)
             bodies.popleft()

@@ -25,7 +25,7 @@ from conductor.front.generation.answer import AnswerFormat
 from conductor.front.generation.http_span import TracedRequests
 from conductor.front.generation.response import GenerationResponse, outcome_of
 from conductor.front.http.boundary import Boundary, answer_errors, response_to
-from conductor.front.http.disconnects import WhileConnected
+from conductor.front.http.disconnects import while_connected
 from conductor.front.metrics import Denial, RequestOutcome
 from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, check_model
 from conductor.front.requests.slo_classes import SLO_CLASS_HEADER, in_class
@@ -94,7 +94,7 @@ def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
     async def generate(endpoint: ApiEndpoint, request: Request) -> Response:
         arrived_s, key = asyncio.get_running_loop().time(), key_of(request)
         try:
-            with WhileConnected(request):
+            with while_connected(request):
                 body = await front.read_body(request)
                 job = await front.read_job(endpoint, body, key)
             slo_class = request.headers.get(SLO_CLASS_HEADER)

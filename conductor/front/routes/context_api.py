@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from conductor.front.caches.context_caches import Beginning, ContextCache
 from conductor.front.generation.reception import Event
 from conductor.front.http.boundary import read_body
-from conductor.front.http.disconnects import WhileConnected
+from conductor.front.http.disconnects import while_connected
 from conductor.front.openai.body import parse
 from conductor.front.openai.fields import KnownFields
 from conductor.front.requests.context_beginnings import ContextCacheRequest, Ttl
@@ -43,14 +43,14 @@ def context_caches(front: FrontState) -> APIRouter:
     @router.post("", openapi_extra=described(ContextCacheRequest))
     async def create(request: Request) -> Response:
         caches, key = front.caches, key_of(request)
-        with WhileConnected(request):
+        with while_connected(request):
             new = await front.reading.beginning(await front.read_body(request), key)
         job = claimed(request, fit_into_pool(new.job, front.cluster(), front.model.block_size))
         [prompt] = job.prompts
         beginning = Beginning(prompt.token_ids, new.chat_prefix_json, new.cache_salt)
         cache = caches.add(key, new.name, beginning, job.root_key, prompt.keys, _now())
         try:
-            with WhileConnected(request):
+            with while_connected(request):
                 await _compute(front, job)
             caches.find(key, cache.id, _now())  # or it has been deleted
             await _keep(front, cache, new.ttl_s)

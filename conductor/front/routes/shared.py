@@ -27,7 +27,7 @@ from conductor.front.generation.link import ConductorPeer, Link
 from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.http.boundary import read_body
-from conductor.front.http.disconnects import WhileConnected
+from conductor.front.http.disconnects import while_connected
 from conductor.front.metrics import Metrics
 from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
@@ -167,7 +167,7 @@ class FrontState:
 
     async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:
         """Return the answer to a request about tokens. Raises RequestError."""
-        with WhileConnected(request):
+        with while_connected(request):
             body = await self.read_body(request)
             answer = await self.reading.about_tokens(kind, body, key_of(request))
         return Response(answer, media_type="application/json")

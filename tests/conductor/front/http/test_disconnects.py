@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from conductor.front.http.disconnects import WhileConnected
+from conductor.front.http.disconnects import while_connected
 from conductor.front.http.exchange import RESPONSE_STREAM
 
 
@@ -31,7 +31,7 @@ class Client:
 
 
 async def work_for(client: Client, has_begun: asyncio.Event, may_end: asyncio.Event) -> str:
-    with WhileConnected(client.request):
+    with while_connected(client.request):
         has_begun.set()
         await may_end.wait()
     await asyncio.sleep(0)
@@ -82,5 +82,5 @@ async def test_a_cancellation_by_the_server_stays_one() -> None:
 
 
 async def test_an_error_of_the_work_is_raised() -> None:
-    with pytest.raises(ValueError, match="wrong"), WhileConnected(Client().request):
+    with pytest.raises(ValueError, match="wrong"), while_connected(Client().request):
         raise ValueError("wrong")

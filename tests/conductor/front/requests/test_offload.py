@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conductor.front.requests.offload import Offload, Queue, TaskResult
+from conductor.front.requests.offload import MAX_WAITING_OF_TENANT, Offload, Queue, TaskResult
 from mooncake.errors import GrammarError, OverloadedError, RequestError
 from tests.deadline import DEADLINE_S
 
@@ -242,11 +242,33 @@ class _Body(bytearray):
     """A body to which weak references are possible."""
 
 
-async def test_a_body_is_forgotten_when_its_task_has_ended(offload: Offload) -> None:
+@pytest.mark.parametrize("task", ["answer", "die"])
+async def test_a_body_is_forgotten_when_its_task_has_ended(offload: Offload, task: str) -> None:
     body = _Body(b"a long body")
     kept = weakref.ref(body)
-    await offload.do(Queue.SHORT, "answer", "", [body])
+    try:
+        await offload.do(Queue.SHORT, task, "", [body])
+    except RequestError as error:
+        error.__traceback__ = None  # as the routes do
     del body
     async with asyncio.timeout(DEADLINE_S):
         while kept() is not None:
             await asyncio.sleep(0)
+
+
+async def test_bodies_of_clients_that_have_gone_do_not_count(offload: Offload, tmp_path: Path) -> None:
+    path = tmp_path / "may end"
+    running = asyncio.create_task(offload.do(Queue.SHORT, ("wait for", str(path))))
+    await begun(path)
+    gone = [
+        asyncio.create_task(offload.do(Queue.SHORT, "answer", "", [b"a body"]))
+        for _ in range(MAX_WAITING_OF_TENANT)
+    ]
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    await asyncio.wait(gone)
+    waiting = asyncio.create_task(offload.do(Queue.SHORT, "answer"))
+    await asyncio.sleep(0)
+    path.touch()
+    await asyncio.gather(running, waiting)

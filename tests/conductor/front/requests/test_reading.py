@@ -43,7 +43,7 @@ async def test_grammars_of_one_key_that_wait_keep_no_other_key_out(
 
     monkeypatch.setattr(Grammars, "compile", compile_when_told)
     monkeypatch.setattr(reading, "_MAX_WAITING_GRAMMARS", 2)
-    reader = Reading(byte_model(), MODEL_NAME, 8)
+    reader = Reading(byte_model(), MODEL_NAME, 8, lambda: False)
     running = asyncio.create_task(reader.run())
 
     def ask(key: ApiKey, number: int) -> asyncio.Task[Job]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from conductor.front.requests.turns import MAX_BYTES_AT_ONCE, ReadingOrder
+from conductor.front.requests.turns import MAX_BODIES_AT_ONCE, MAX_BYTES_AT_ONCE, ReadingOrder
 
 HALF = MAX_BYTES_AT_ONCE // 2
 
@@ -43,8 +43,9 @@ class Reader:
         return ["".join(tenant for tenant, _ in turn) for turn in await self.turns()]
 
 
-async def test_small_bodies_are_read_at_once() -> None:
-    assert await Reader().turns_of(*[("a", HALF // 8)] * 16) == ["a" * 16]
+async def test_small_bodies_are_read_some_at_once() -> None:
+    turns = await Reader().turns_of(*[("a", 50)] * (2 * MAX_BODIES_AT_ONCE + 1))
+    assert turns == ["a" * MAX_BODIES_AT_ONCE] * 2 + ["a"]
 
 
 async def test_a_turn_of_the_event_loop_reads_no_more_than_one_long_body() -> None:
