@@ -126,6 +126,7 @@ LOADS = (
     Load("n=128, long prompt", COMPLETIONS, lambda rng: completion(rng, NUM_LONG_PROMPT, 400, n=128)),
     Load("64 of 2,000 tokens", COMPLETIONS, lambda rng: completion(rng, 16, 2000), FLOOD),
     Load("64 long prompts", COMPLETIONS, lambda rng: completion(rng, NUM_LONG_PROMPT, 1), FLOOD),
+    Load("64 of n=128", COMPLETIONS, lambda rng: completion(rng, 16, 1, n=128), FLOOD),
     Load("64 short ones", COMPLETIONS, lambda rng: completion(rng, 16, 1), FLOOD),
     Load("64 short ones, pipelined", COMPLETIONS, lambda rng: completion(rng, 16, 1), send=pipelined),
     Load("64 short ones, dropped", COMPLETIONS, lambda rng: completion(rng, 16, 1), FLOOD, send=dropped),
