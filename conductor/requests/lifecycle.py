@@ -87,7 +87,8 @@ class TrackedRequest:
     another decode instance. If no instance or no time is left for that, and the request cannot wait in the
     admission queue, it is rejected.
 
-    Without a pair: the end of the request if no pair can be expected to have room for it.
+    Without a pair: the end of the request if no pair can be expected to have room for it. With `is_promised`
+    the request ends as FAILED if no pair is large enough for it any more.
 
     In every row a failure can end the request as FAILED, and its client or front can end it as ABORTED.
     """

@@ -380,9 +380,11 @@ class Placer:
     def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
         """Reject a request whose client has got nothing yet; fail a request whose output has begun.
 
-        Since a request has begun, instances were lost or have become smaller. They may come back.
+        A request that is too large now, but has had a pair, did fit once: an instance was lost or has fewer
+        pages now. So it fails too, and its client may try again.
         """
-        if tracked.may_have_begun:
+        has_become_too_large = reason is Reason.TOO_LARGE and tracked.is_promised
+        if tracked.may_have_begun or has_become_too_large:
             return self.fail(tracked, message, now_s, may_retry=True)
         return self._reject(tracked, reason, message, now_s)
 

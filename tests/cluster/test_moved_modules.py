@@ -16,7 +16,7 @@ from mooncake.cli.commands import run
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer, ServerOnOtherHost
 from tests.cluster.harness import HTTP, Server, eventually
-from tests.cluster.tiny_cluster import body, complete, is_ready, post, text_of, tiny_server
+from tests.cluster.tiny_cluster import body, complete, is_ready, post, streaming, text_of, tiny_server
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
@@ -319,15 +319,11 @@ def test_a_killed_process_ends_a_request_that_fits_nowhere_then_and_costs_no_oth
     conductor, long = small_nodes["conductor"], body(LONG, num_tokens=NUM_LONG)
     assert migrate(conductor, "decode-0", "decode-1", "--sequences=0.5") == 0
     eventually(lambda: post(conductor, long).status_code == 200, "the front knows of the pages")
-    with ThreadPoolExecutor(3) as threads:
-        answer = threads.submit(post, conductor, long)
-        eventually(lambda: instance(conductor, "decode-0")["num_requests"] > 0, "the request is there")
+    with streaming(conductor, prompt=LONG, num_tokens=NUM_LONG) as events, ThreadPoolExecutor(2) as threads:
         short = [threads.submit(post, conductor, body(one, num_tokens=NUM_TOKENS)) for one in PROMPTS[:2]]
+        next(events)  # with the first token: the prompt's KVCache has come
         os.kill(small_nodes[killed].pid_of(killed), signal.SIGKILL)
+        assert any("decode instance holds at most" in event for event in events)
         assert [text_of(one.result().json()) for one in short] == expected[:2]
-        ended = answer.result()
-    if ended.status_code != 200:  # it had not ended before
-        assert ended.status_code == 503
-        assert "decode instance holds at most" in ended.json()["error"]["message"], ended.text
     wait_for_pages(conductor, 32, 48)
     assert post(conductor, long).status_code == 400

@@ -258,6 +258,21 @@ def test_a_begun_request_that_fits_nowhere_any_more_may_be_sent_again() -> None:
     )
 
 
+def test_a_placed_request_that_fits_nowhere_any_more_may_be_sent_again() -> None:
+    """As a begun one, although its client has got nothing yet."""
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    smaller = msgspec.structs.replace(HEARTBEAT, modules=ModulesPlace(num_device_pages=2))
+    conductor.handle(D0, smaller, 2.0)
+    *_, effect = conductor.handle(D0, WorkFailed(ref(), "no room", True), 2.0)
+    assert effect.message == Failed(
+        "r",
+        "the prompt has 9 tokens, max_tokens is 5; the KVCache of a decode instance holds at most 2 blocks of"
+        " 4 tokens (no room)",
+        may_retry=True,
+    )
+
+
 def test_an_interrupted_request_that_is_cancelled_ends() -> None:
     conductor = coupled_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
