@@ -107,7 +107,7 @@ class Conductor:
         )
         self.evacuation = Evacuation(self.view, self.contexts, self.replication)
         self._emptier = emptier = Emptier(self._requests, self._placer, self.migrations)
-        self._modules = Modules(epoch, self.instances, self._fronts)
+        self._modules = Modules(epoch, self.instances, self.view, self._fronts)
         self.roles = Roles(self._requests, self._placer, emptier, self._fronts, self._modules)
         self._leaving = Leaving(
             self._requests, emptier, self.evacuation, self.roles, self._fronts, self._modules

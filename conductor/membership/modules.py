@@ -9,6 +9,7 @@ import itertools
 
 from conductor.effects import Effect
 from conductor.fronts import Fronts
+from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.heartbeats import Heartbeat
@@ -23,8 +24,8 @@ _ALL_BACK = ModulesPart()
 class Modules:
     """The modules that registered instances have at helpers. `epoch` is the Conductor's epoch."""
 
-    def __init__(self, epoch: int, instances: Instances, fronts: Fronts) -> None:
-        self._epoch, self._instances, self._fronts = epoch, instances, fronts
+    def __init__(self, epoch: int, instances: Instances, view: ClusterView, fronts: Fronts) -> None:
+        self._epoch, self._instances, self._view, self._fronts = epoch, instances, view, fronts
         self._numbers = itertools.count(1)
 
     def why_not(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> str:
@@ -102,7 +103,12 @@ class Modules:
 
     def _want_back(self, owner: Instance, until_s: float | None) -> list[Effect]:
         owner.wanted_back_until_s = until_s
+        return self._resized(owner)
+
+    def _resized(self, owner: Instance) -> list[Effect]:
+        """Apply a change of the longest sequence that fits into `owner`. Returns messages to the fronts."""
         self._instances.resized()
+        self._view.resized(owner)
         return self._fronts.tell()
 
     def owners_at(self, helper: Instance) -> list[str]:
@@ -138,15 +144,10 @@ class Modules:
             instance.wanted_back_until_s = None
         place_before = ModulesPlace() if before is None else before.modules
         helper_before, instance.helper = instance.helper, self._instances.get(place.helper)
-        is_resized = (
-            place_before.num_device_pages != place.num_device_pages
-            or place_before.part != place.part
-            or instance.helper is not helper_before
-        )
-        if not is_resized:
+        sizes_before = place_before.num_device_pages, place_before.part, helper_before
+        if (place.num_device_pages, place.part, instance.helper) == sizes_before:
             return []
-        self._instances.resized()
-        return self._fronts.tell()
+        return self._resized(instance)
 
 
 def place_of(instance: Instance) -> ModulesPlace:

@@ -210,6 +210,7 @@ class ClusterView:
         """Mark an instance as closed to new requests. Its present requests stay."""
         self.loads.set_role(self._slots[instance.name], None)
         self._decode_pool = None
+        self._resize_owners(instance)
 
     def open(self, instance: Instance) -> None:
         """Mark a closed instance as open to new requests."""
@@ -218,6 +219,7 @@ class ClusterView:
         self.loads.set_role(slot, instance.role, room, inlines=inlines)
         self._decode_pool = None
         self._adopt_costs(slot)
+        self._resize_owners(instance)
 
     def begin_role(self, instance: Instance) -> None:
         """Open a closed instance without requests to the requests of its new role.
@@ -259,8 +261,20 @@ class ClusterView:
         pools = list(heartbeat.pools.values())
         self.balancing.learn(slot, pools)
         self.transfers.learn(slot, pools, self._slot_of_messenger)
+        self.resized(instance)
+
+    def resized(self, instance: Instance) -> None:
+        """Set the longest sequence that fits into an instance, by the pools of its latest heartbeat."""
+        pools = {} if instance.heartbeat is None else instance.heartbeat.pools
         if pools:
-            self.loads.set_room(slot, min(instance.room_blocks(pool) for pool in pools))
+            room_blocks = min(instance.room_blocks(pool) for pool in pools.values())
+            self.loads.set_room(self._slots[instance.name], room_blocks)
+
+    def _resize_owners(self, helper: Instance) -> None:
+        """Set the longest sequences of the instances whose modules are at a helper that has changed state."""
+        for occupant in self._occupants.values():
+            if occupant.instance.helper is helper:
+                self.resized(occupant.instance)
 
     def decode_pool(self) -> DecodePool | None:
         """Return the decode instances that take requests; None if there are none."""

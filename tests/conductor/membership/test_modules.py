@@ -15,7 +15,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.fronts import ClusterState, Rejected, Submit
 from mooncake.messages.migration import LayerRange, ModulesPart, ModulesPlace, ModulesSupport, PlaceModules
 from mooncake.messages.operators import ChangeRole, Drain, MoveModules, Ordered
-from mooncake.messages.pools import PoolShard
+from mooncake.messages.pools import Capacity, PoolShard
 from mooncake.messages.workers import Register, Reserve, Retire, Retired, Role
 from tests.conductor.small_cluster import (
     EPOCH,
@@ -302,6 +302,7 @@ class LongRequests:
         instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
         self.place = ModulesPlace(EPOCH, 1, "b", ModulesPart(share=0.5), num_device_pages=200)
         order(conductor, "a", "b", self.place.part)
+        self.beat()
 
     def beat(self, **changes: Any) -> list[object]:
         """Pass on a heartbeat of the owner. Returns what fronts are told."""
@@ -312,14 +313,13 @@ class LongRequests:
         return [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
 
     def submitted(self, request_id: str) -> list[tuple[bytes, object]]:
-        """Submit a request after a heartbeat. Returns the messages that follow."""
-        self.beat()
+        """Submit a request. Returns the messages that follow."""
         effects = self._conductor.handle(FRONT, Submit(request(request_id, 100 * 4)), 2.0)
         return [(effect.peer, type(effect.message)) for effect in effects]
 
 
 def test_no_request_is_longer_than_fits_without_a_helper_that_drains(conductor: Conductor) -> None:
-    """It would keep the helper's pages from coming back."""
+    """It would keep the helper's pages from coming back, also before the owner's next heartbeat."""
     long = LongRequests(conductor)
     assert long.submitted("first") == [(A, Reserve)]
     _drain(conductor)
@@ -332,7 +332,7 @@ def test_no_request_is_longer_than_fits_without_a_helper_that_drains(conductor: 
 
 
 def test_pages_that_an_operator_wants_back_are_needed_by_no_further_request(conductor: Conductor) -> None:
-    """The order is repeated until the requests that need them have ended."""
+    """The order is repeated until the requests that need them have ended. No heartbeat is waited for."""
 
     def sent(effects: list[Effect]) -> list[object]:
         return [effect.message for effect in effects if isinstance(effect.message, PlaceModules)]
@@ -356,9 +356,21 @@ def test_pages_that_an_operator_wants_back_are_needed_by_no_further_request(cond
     assert long.submitted("fourth") == [(A, Reserve)]
 
 
+@pytest.mark.parametrize("is_drained", [False, True], ids=["wanted back", "drained"])
+def test_a_long_request_goes_to_an_instance_whose_pages_stay(conductor: Conductor, is_drained: bool) -> None:
+    large = peer_identity("large", 1)
+    conductor.handle(large, able("large", capacity=Capacity(300, 300, 256)), 0.0)
+    long = LongRequests(conductor)
+    assert {long.submitted(name)[0][0] for name in "rstu"} == {A, large}
+    if is_drained:
+        _drain(conductor)
+    else:
+        order(conductor, "a", "b", 0)
+    assert {long.submitted(name)[0][0] for name in "wxyz"} == {large}
+
+
 def test_pages_are_wanted_back_for_a_limited_time(conductor: Conductor) -> None:
     long = LongRequests(conductor)
-    long.beat()
     order(conductor, "a", "b", 0)
     conductor.tick(2.0)
     long.beat(number=2, error="a request may need 101 pages")
