@@ -70,7 +70,7 @@ class Instance:
     None without a helper.
     """
     wanted_back_until_s: float | None = None
-    """The time until which pages at the helper are ordered back again and again; None: they may stay."""
+    """The time until which an operator's order to move pages back is repeated; None without such an order."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -117,9 +117,9 @@ class Instance:
     def is_called_back(self) -> bool:
         """Whether modules at the helper are to come back: the helper drains or leaves, or an operator wants
         them."""
-        if self.helper is None:
-            return False
-        return self.wanted_back_until_s is not None or self.helper.state is not InstanceState.SERVING
+        if self.wanted_back_until_s is not None:
+            return True  # even while the helper is not registered
+        return self.helper is not None and self.helper.state is not InstanceState.SERVING
 
     @property
     def max_prompt_blocks(self) -> int:

@@ -369,6 +369,20 @@ def test_a_long_request_goes_to_an_instance_whose_pages_stay(conductor: Conducto
     assert {long.submitted(name)[0][0] for name in "wxyz"} == {large}
 
 
+def test_pages_are_wanted_back_while_the_conductor_does_not_know_the_helper(conductor: Conductor) -> None:
+    """As when the link between the Conductor and the helper is lost for a while."""
+    long = LongRequests(conductor)
+    order(conductor, "a", "b", 0)
+    conductor.peer_gone(B, 2.0)
+    long.beat(number=2, error="a request may need 101 pages")
+    assert long.instance.helper is None
+    assert long.submitted("first") == [(FRONT, Rejected)]
+    assert not any(isinstance(effect.message, PlaceModules) for effect in conductor.tick(2.0))
+    conductor.handle(B, able("b"), 2.0)
+    long.beat()
+    assert any(isinstance(effect.message, PlaceModules) for effect in conductor.tick(2.5))
+
+
 def test_pages_are_wanted_back_for_a_limited_time(conductor: Conductor) -> None:
     long = LongRequests(conductor)
     order(conductor, "a", "b", 0)
