@@ -2,10 +2,13 @@
 
 Heartbeats report the place of an instance's modules, so that a later Conductor knows the place too.
 
-Owns: which orders are refused, the numbers of orders. Does not know: how modules move.
+Owns: which orders are refused, the numbers of orders, how long an order is repeated. Does not know: how
+modules move.
 """
 
 import itertools
+
+import msgspec
 
 from conductor.effects import Effect
 from conductor.fronts import Fronts
@@ -79,9 +82,10 @@ class Modules:
         """Return the messages of an operator's order that moves all modules of `owner` back.
 
         If the modules are pages, the owner gets no further request that needs them, and `call_back` repeats
-        the order for `WANTED_BACK_S`. `why_not` must have returned an empty text before.
+        the order for `WANTED_BACK_S`. `why_not` must have returned an empty text before, unless
+        `is_wanted_back`. In that case the time begins anew.
         """
-        effects = self.order(owner, helper)
+        effects = [] if place_of(owner).is_moving else self.order(owner, helper)
         if owner.modules.part.share:
             effects += self._want_back(owner, now_s + WANTED_BACK_S)
         return effects
@@ -159,6 +163,21 @@ def place_of(instance: Instance) -> ModulesPlace:
     if order is None:
         return place
     return ModulesPlace(helper=place.helper, part=place.part, is_moving=True)
+
+
+def told_place_of(instance: Instance) -> ModulesPlace:
+    """Return the place of an instance's modules for operators.
+
+    Modules that an operator wants back count as moving, with the reason why they stay so far.
+    """
+    if instance.wanted_back_until_s is None:
+        return place_of(instance)
+    return msgspec.structs.replace(instance.modules, is_moving=True)
+
+
+def is_wanted_back(owner: Instance, helper: Instance) -> bool:
+    """Return whether an operator has ordered pages of `owner` back from `helper`, which are still there."""
+    return owner.wanted_back_until_s is not None and owner.modules.helper == helper.name
 
 
 def where(instance: Instance) -> str:

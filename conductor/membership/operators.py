@@ -3,11 +3,9 @@
 Owns: which orders are refused, the answers to operators. Does not know: how an order is carried out.
 """
 
-import msgspec
-
 from conductor.effects import Effect
 from conductor.membership.leaving import Leaving
-from conductor.membership.modules import Modules, place_of
+from conductor.membership.modules import Modules, is_wanted_back, told_place_of
 from conductor.membership.roles import Roles
 from conductor.requests.migrations import Migrations
 from conductor.view.instances import Emptying, Instance, Instances
@@ -58,7 +56,8 @@ class Operators:
         helper = self._instances.get(order.helper)
         if helper is None:
             return self._instances.why_unknown(order.helper), []
-        if refusal := self._modules.why_not(owner, helper, order.part):
+        is_repeated = not order.part and is_wanted_back(owner, helper)
+        if not is_repeated and (refusal := self._modules.why_not(owner, helper, order.part)):
             return refusal, []
         if not order.part:
             return "", self._modules.take_back(owner, helper, now_s)
@@ -84,9 +83,7 @@ class Operators:
 
 def status_of(instance: Instance, now_s: float) -> InstanceStatus:
     """Return an instance's status for operators."""
-    emptying, place = instance.emptying or Emptying(now_s), place_of(instance)
-    if instance.wanted_back_until_s is not None:
-        place = msgspec.structs.replace(instance.modules, is_moving=True)
+    emptying = instance.emptying or Emptying(now_s)
     return InstanceStatus(
         instance.name,
         instance.role,
@@ -97,6 +94,6 @@ def status_of(instance: Instance, now_s: float) -> InstanceStatus:
         emptying.num_blocks_left,
         max(0.0, now_s - emptying.began_s),
         instance.state is InstanceState.DRAINING and not emptying.leaves,
-        place,
+        told_place_of(instance),
         instance.num_device_pages,
     )

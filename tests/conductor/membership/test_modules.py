@@ -56,12 +56,16 @@ def conductor() -> Conductor:
 
 
 def order(
-    conductor: Conductor, owner: str, helper: str, part: int | LayerRange | ModulesPart
+    conductor: Conductor,
+    owner: str,
+    helper: str,
+    part: int | LayerRange | ModulesPart,
+    now_s: float = 1.0,
 ) -> tuple[Ordered, list[PlaceModules]]:
     if isinstance(part, int):
         part = ModulesPart(part)
     wanted = ModulesPart(layers=part) if isinstance(part, LayerRange) else part
-    effects = conductor.handle(FRONT, MoveModules(1, owner, helper, wanted), 1.0)
+    effects = conductor.handle(FRONT, MoveModules(1, owner, helper, wanted), now_s)
     orders = [effect.message for effect in effects if isinstance(effect.message, PlaceModules)]
     [answer] = [effect.message for effect in effects if isinstance(effect.message, Ordered)]
     return answer, orders
@@ -367,6 +371,18 @@ def test_a_long_request_goes_to_an_instance_whose_pages_stay(conductor: Conducto
     else:
         order(conductor, "a", "b", 0)
     assert {long.submitted(name)[0][0] for name in "wxyz"} == {large}
+
+
+def test_pages_can_be_ordered_back_again_whether_or_not_an_order_is_in_flight(conductor: Conductor) -> None:
+    long = LongRequests(conductor)
+    order(conductor, "a", "b", 0)
+    answer, orders = order(conductor, "a", "b", 0)
+    assert (answer.refusal, orders) == ("", [])
+    long.beat(number=2, error="a request may need 101 pages")
+    answer, orders = order(conductor, "a", "b", 0, now_s=3.0)
+    assert (answer.refusal, [placed.number for placed in orders]) == ("", [3])
+    assert long.instance.wanted_back_until_s == 3.0 + WANTED_BACK_S
+    assert order(conductor, "a", "c", 0)[0].refusal == "modules of a are moving already"
 
 
 def test_pages_are_wanted_back_while_the_conductor_does_not_know_the_helper(conductor: Conductor) -> None:
