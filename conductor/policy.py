@@ -380,7 +380,7 @@ class Conductor:
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> list[Effect]:
         before, instance.heartbeat, instance.last_seen_s = instance.heartbeat, heartbeat, now_s
-        effects = self._modules.heard(instance, before)
+        effects = self._modules.heard(instance, before, now_s)
         self.view.learn(instance, heartbeat, now_s)
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:

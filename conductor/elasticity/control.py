@@ -203,7 +203,7 @@ class Elasticity:
         if self._modules.why_not(owner, helper, part):
             return []
         self._ordered_s[order] = now_s
-        return self._modules.order(owner, helper, part)
+        return self._modules.order(owner, helper, now_s, part)
 
     def _state(self, now_s: float) -> State:
         tbt_slo_s = self._requests.strictest_tbt_slo_s or self._requests.limits.tbt_slo_s

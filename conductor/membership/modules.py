@@ -21,6 +21,10 @@ from mooncake.messages.workers import InstanceState, Role
 
 WANTED_BACK_S = 600.0
 """Seconds for which an operator's order to take pages back is repeated while the owner refuses it."""
+LONG_TRY_S = 10.0
+"""Seconds from an order to its refusal. If they were more, the owner has tried, and preempted requests."""
+AGAIN_AFTER_S = 60.0
+"""Seconds from the refusal of an order that the owner has tried to carry out until it is repeated."""
 _ALL_BACK = ModulesPart()
 
 
@@ -67,7 +71,9 @@ class Modules:
             return f"{owner.name} has modules of {', '.join(owners)} itself"
         return ""
 
-    def order(self, owner: Instance, helper: Instance, part: ModulesPart = _ALL_BACK) -> list[Effect]:
+    def order(
+        self, owner: Instance, helper: Instance, now_s: float, part: ModulesPart = _ALL_BACK
+    ) -> list[Effect]:
         """Return the order that moves a part of `owner` to `helper`.
 
         For an empty part, it is the order to move all modules back. `why_not` must have returned an empty
@@ -75,7 +81,7 @@ class Modules:
         """
         address = _address_of(owner, helper)
         order = PlaceModules(self._epoch, next(self._numbers), helper.name, address, part)
-        owner.modules_order = order
+        owner.modules_order, owner.modules_ordered_s = order, now_s
         return [Effect(owner.identity, order)]
 
     def take_back(self, owner: Instance, helper: Instance, now_s: float) -> list[Effect]:
@@ -85,7 +91,7 @@ class Modules:
         the order for `WANTED_BACK_S`. `why_not` must have returned an empty text before, unless
         `is_wanted_back`. In that case the time begins anew.
         """
-        effects = [] if place_of(owner).is_moving else self.order(owner, helper)
+        effects = [] if place_of(owner).is_moving else self.order(owner, helper, now_s)
         if owner.modules.part.share:
             effects += self._want_back(owner, now_s + WANTED_BACK_S)
         return effects
@@ -95,14 +101,16 @@ class Modules:
         operators want back.
 
         The caller should call it about twice a second. An owner may refuse, or may have another order to
-        carry out first.
+        carry out first. After a refusal that took the owner `LONG_TRY_S`, no order is given for
+        `AGAIN_AFTER_S`: each such try preempts requests.
         """
         effects: list[Effect] = []
         for owner in self._instances:
             if owner.wanted_back_until_s is not None and owner.wanted_back_until_s <= now_s:
                 effects += self._want_back(owner, None)
-            if owner.helper is not None and owner.is_called_back and not place_of(owner).is_moving:
-                effects += self.order(owner, owner.helper)
+            is_time = now_s >= owner.call_back_after_s and not place_of(owner).is_moving
+            if owner.helper is not None and owner.is_called_back and is_time:
+                effects += self.order(owner, owner.helper, now_s)
         return effects
 
     def _want_back(self, owner: Instance, until_s: float | None) -> list[Effect]:
@@ -134,7 +142,7 @@ class Modules:
             return f"{instance.name} has modules of {', '.join(owners)}"
         return ""
 
-    def heard(self, instance: Instance, before: Heartbeat | None) -> list[Effect]:
+    def heard(self, instance: Instance, before: Heartbeat | None, now_s: float) -> list[Effect]:
         """Record from a heartbeat where the instance's modules are, and whether an order was carried out.
 
         Returns messages to the fronts if the instance's number of device pages, the part at its helper, or
@@ -144,6 +152,8 @@ class Modules:
         is_told = order is not None and (place.epoch, place.number) == (order.epoch, order.number)
         if is_told and not place.is_moving:
             instance.modules_order = None
+            if place.error and now_s - instance.modules_ordered_s >= LONG_TRY_S:
+                instance.call_back_after_s = now_s + AGAIN_AFTER_S
         if not place.helper:
             instance.wanted_back_until_s = None
         place_before = ModulesPlace() if before is None else before.modules

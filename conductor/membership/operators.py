@@ -61,7 +61,7 @@ class Operators:
             return refusal, []
         if not order.part:
             return "", self._modules.take_back(owner, helper, now_s)
-        return "", self._modules.order(owner, helper, order.part)
+        return "", self._modules.order(owner, helper, now_s, order.part)
 
     def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
         if isinstance(order, ChangeRole):

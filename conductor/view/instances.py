@@ -64,6 +64,10 @@ class Instance:
     """The prompt length in tokens of each request assigned to the instance, as prefill or decode, by id."""
     modules_order: PlaceModules | None = None
     """The latest order that moves the instance's modules, until a heartbeat reports the result."""
+    modules_ordered_s: float = 0.0
+    """The time of the latest order that moves the instance's modules."""
+    call_back_after_s: float = 0.0
+    """The time before which no order to move modules back is repeated."""
     helper: "Instance | None" = None
     """The registered instance that hosts modules of this instance, as of the latest heartbeat.
 

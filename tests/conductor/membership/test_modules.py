@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from conductor.effects import Effect
-from conductor.membership.modules import WANTED_BACK_S
+from conductor.membership.modules import AGAIN_AFTER_S, LONG_TRY_S, WANTED_BACK_S
 from conductor.membership.operators import status_of
 from conductor.policy import Conductor
 from mooncake.bus.zeromq import peer_identity
@@ -308,12 +308,12 @@ class LongRequests:
         order(conductor, "a", "b", self.place.part)
         self.beat()
 
-    def beat(self, **changes: Any) -> list[object]:
+    def beat(self, now_s: float = 2.0, **changes: Any) -> list[object]:
         """Pass on a heartbeat of the owner. Returns what fronts are told."""
         self.place = msgspec.structs.replace(self.place, **changes)
         pool = msgspec.structs.replace(POOL, num_pages=300, num_free=300)
         heartbeat = msgspec.structs.replace(HEARTBEAT, pools={"a": pool}, modules=self.place)
-        effects = self._conductor.handle(A, heartbeat, 2.0)
+        effects = self._conductor.handle(A, heartbeat, now_s)
         return [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
 
     def submitted(self, request_id: str) -> list[tuple[bytes, object]]:
@@ -383,6 +383,18 @@ def test_pages_can_be_ordered_back_again_whether_or_not_an_order_is_in_flight(co
     assert (answer.refusal, [placed.number for placed in orders]) == ("", [3])
     assert long.instance.wanted_back_until_s == 3.0 + WANTED_BACK_S
     assert order(conductor, "a", "c", 0)[0].refusal == "modules of a are moving already"
+
+
+def test_an_order_that_was_tried_in_vain_is_repeated_only_after_a_pause(conductor: Conductor) -> None:
+    """Each such try preempts requests."""
+    long = LongRequests(conductor)
+    order(conductor, "a", "b", 0)
+    refused_s = 1.0 + LONG_TRY_S
+    long.beat(number=2, error="pages beyond the 100 were not freed", now_s=refused_s)
+    assert not any(isinstance(effect.message, PlaceModules) for effect in conductor.tick(refused_s + 0.5))
+    again_s = refused_s + AGAIN_AFTER_S
+    [placed] = [one.message for one in conductor.tick(again_s) if isinstance(one.message, PlaceModules)]
+    assert placed == PlaceModules(EPOCH, 3, "b", "/run/b")
 
 
 def test_pages_are_wanted_back_while_the_conductor_does_not_know_the_helper(conductor: Conductor) -> None:
