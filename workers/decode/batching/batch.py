@@ -22,7 +22,7 @@ from workers.errors import NoRoomError
 _LEAST_DIVIDED = 4
 """The fewest full pages of a running sequence that are worth a pause between two iterations."""
 _DIVIDED_AGAIN = 16
-"""The number of pages that are always worth a pause in which sequences are divided again."""
+"""The number of pages that are worth a pause in which sequences are divided again, however many run."""
 _by_rank = attrgetter("rank")
 
 
@@ -201,9 +201,9 @@ class DecodeBatch:
         The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up. Sequences
         that are being stored keep their pages.
 
-        If sequences are divided `again`, and fewer pages would move than there are sequences, none moves:
-        each division pauses all sequences, and each sequence fills a page in as many iterations as a page has
-        tokens.
+        With `again`, while each running sequence has a free page here to grow into, nothing moves unless at
+        least `_DIVIDED_AGAIN` pages, or one for each running sequence, can go. A division pauses all
+        sequences, and so few pages would soon be filled.
         """
         kv, divisions, num_coming = self._kv, list[Division](), 0
         for sequence in (one for one in self._running if not one.num_stores):
@@ -212,7 +212,8 @@ class DecodeBatch:
             if num >= _LEAST_DIVIDED:
                 divisions.append(Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num)))
                 num_coming += num
-        if again and num_coming < min(len(self._running), _DIVIDED_AGAIN):
+        has_room = kv.num_free_for(0) >= len(self._running)
+        if again and has_room and num_coming < min(len(self._running), _DIVIDED_AGAIN):
             self.drop_division(divisions)
         return divisions
 

@@ -20,9 +20,11 @@ def spec() -> ModelSpec:
     return ModelSpec("LlamaForCausalLM", 32, 16, 16, 2, 2, 1, 8, 4096)
 
 
-def divided(spec: ModelSpec, share: Fraction = Fraction(1, 2)) -> tuple[Batch, DeviceKVCache, Sequence]:
+def divided(
+    spec: ModelSpec, share: Fraction = Fraction(1, 2), num_own: int = NUM_OWN
+) -> tuple[Batch, DeviceKVCache, Sequence]:
     """A batch with one running sequence, when a helper's pages have come."""
-    batch = Batch(spec, NUM_OWN)
+    batch = Batch(spec, num_own)
     sequence = batch.joined(NUM_TOKENS)
     have_helper(batch.kv, share, NUM_HOSTED)
     return batch, batch.kv, sequence
@@ -80,13 +82,24 @@ def test_a_sequence_that_is_stored_or_has_left_meanwhile_keeps_its_pages(
 
 
 def test_sequences_are_divided_again_for_as_many_pages_as_there_are_sequences(spec: ModelSpec) -> None:
-    batch, kv, sequence = divided(spec)
+    batch, kv, sequence = divided(spec, num_own=25)
     others = [batch.joined(1) for _ in range(6)]
+    assert kv.num_free_for(0) == 7  # one for each
     assert batch.batch.begin_division(again=True) == []
-    assert kv.num_free_pages == NUM_OWN + NUM_HOSTED - len(sequence.pages) - len(others)
+    assert kv.num_free_pages == 25 + NUM_HOSTED - len(sequence.pages) - len(others)
     batch.end(others[0])
     [division] = batch.batch.begin_division(again=True)
     assert len(division.pages) == 6
+
+
+def test_few_pages_go_where_not_every_sequence_has_room_to_grow_into_one(spec: ModelSpec) -> None:
+    batch, kv, sequence = divided(spec)
+    others = [batch.joined(PAGE_SIZE - 1) for _ in range(6)]
+    kv.allocate(kv.num_free_for(0))
+    batch.batch.end_division(batch.batch.begin_division(again=True))
+    for _ in range(2):  # each of the others needs a page
+        assert batch.iterate() == [sequence, *others]
+    assert kv.num_free_for(0) == 0
 
 
 def test_nothing_is_copied_of_a_sequence_that_is_being_stored(spec: ModelSpec) -> None:
