@@ -374,9 +374,7 @@ class DeviceKVCache:
             self._is_free[page] = False
         return pages
 
-    def num_to_host(
-        self, num_pages: int, num_full: int, held: Sequence[int] = (), num_coming: int = 0
-    ) -> int:
+    def num_to_host(self, num_pages: int, num_full: int, held: Sequence[int] = (), num_going: int = 0) -> int:
         """Return how many of a sequence's pages shall be at a helper.
 
         The result is the configured share (`HostedPages.share`) of the pages, and 0 for a short sequence. If
@@ -386,16 +384,17 @@ class DeviceKVCache:
             num_pages: The number of the sequence's pages.
             num_full: How many of them, the first ones, are full of tokens.
             held: The pages that the sequence has already.
-            num_coming: The number of pages of this process that other sequences are about to free.
+            num_going: The number of pages of other sequences that are about to go to the helper. So many more
+                pages of this process will be free, and so many fewer of the helper's.
         """
         if self.hosted_pages is None:
             return 0
         num_there, num_wanted = self.num_hosted_of(held), 0
-        most = min(num_full, len(self._free_hosted) + num_there)
+        most = min(num_full, len(self._free_hosted) - num_going + num_there)
         if num_pages >= LONG_SHARE * self._end_of_own:
             num_wanted = round(num_pages * self.hosted_pages.share)
         num_here = len(held) - num_there
-        num_left = len(self._free) + num_coming + num_here - (num_pages - min(num_wanted, most))
+        num_left = len(self._free) + num_going + num_here - (num_pages - min(num_wanted, most))
         return most if num_left < GROWTH_SHARE * num_pages else min(num_wanted, most)
 
     def free(self, pages: Iterable[int]) -> None:

@@ -205,17 +205,20 @@ class DecodeBatch:
         least `_DIVIDED_AGAIN` pages, or one for each running sequence, can go. A division pauses all
         sequences, and so few pages would soon be filled.
         """
-        kv, divisions, num_coming = self._kv, list[Division](), 0
+        kv, chosen, num_going = self._kv, list[tuple[Sequence, int, int]](), 0
         for sequence in (one for one in self._running if not one.num_stores):
             first, num_full = kv.num_hosted_of(sequence.pages), sequence.num_full_pages(kv.page_size)
-            num = kv.num_to_host(len(sequence.pages), num_full, sequence.pages, num_coming) - first
+            num = kv.num_to_host(len(sequence.pages), num_full, sequence.pages, num_going) - first
             if num >= _LEAST_DIVIDED:
-                divisions.append(Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num)))
-                num_coming += num
+                chosen.append((sequence, first, num))
+                num_going += num
         has_room = kv.num_free_for(0) >= len(self._running)
-        if again and has_room and num_coming < min(len(self._running), _DIVIDED_AGAIN):
-            self.drop_division(divisions)
-        return divisions
+        if again and has_room and num_going < min(len(self._running), _DIVIDED_AGAIN):
+            return []
+        return [
+            Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num))
+            for sequence, first, num in chosen
+        ]
 
     def end_division(self, divisions: list[Division]) -> None:
         """Replace pages of sequences by their copies at the helper, and free the replaced pages.
@@ -390,8 +393,12 @@ class DecodeBatch:
         shares, chosen = self._shares(), list[Sequence]()
         num_slots = self._num_slots_taken
         num_slots -= sum(sequence.ends_in_flight for sequence in self._running)
-        ending, left = self._ending, self._newest_first
-        while num_slots >= self._max_batch or self._num_free_after(ending, num_full) < num_pages:
+        left, ending = self._newest_first, self._ending
+        num_hosted = sum(self._num_hosted(sequence) for sequence in ending)
+        num_own = sum(len(sequence.pages) for sequence in ending) - num_hosted
+        while (
+            num_slots >= self._max_batch or self._kv.num_free_for(num_full, num_own, num_hosted) < num_pages
+        ):
             yielding = [other for other in left if shares.yields(other, claim, 1, num_pages)]
             if not yielding:
                 return []
@@ -399,15 +406,11 @@ class DecodeBatch:
             left.remove(other)
             shares.remove(other)
             chosen.append(other)
-            ending.append(other)
+            num_there = self._num_hosted(other)
+            num_own += len(other.pages) - num_there
+            num_hosted += num_there
             num_slots -= 1
         return chosen
-
-    def _num_free_after(self, ending: list[Sequence], num_full: int) -> int:
-        """Return how many pages a sequence can get whose first `num_full` pages will be full, once sequences
-        have ended."""
-        num_hosted = sum(self._num_hosted(sequence) for sequence in ending)
-        return self._kv.num_free_for(num_full, self._num_own_pages(ending), num_hosted)
 
     def _shares(self) -> BatchShares:
         members = [*self._running, *self._loading, *self._prepared]

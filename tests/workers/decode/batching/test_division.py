@@ -102,6 +102,27 @@ def test_few_pages_go_where_not_every_sequence_has_room_to_grow_into_one(spec: M
     assert kv.num_free_for(0) == 0
 
 
+def test_a_division_that_is_not_worth_a_pause_takes_no_page(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, kv, _ = divided(spec, num_own=25)
+    for _ in range(6):
+        batch.joined(1)
+    allocate = Mock(wraps=kv.allocate_hosted)
+    monkeypatch.setattr(kv, "allocate_hosted", allocate)
+    assert batch.batch.begin_division(again=True) == []
+    assert not allocate.call_count
+
+
+def test_no_more_pages_go_than_the_helper_has(spec: ModelSpec) -> None:
+    batch = Batch(spec, NUM_OWN)
+    first, second = batch.joined(NUM_TOKENS), batch.joined(NUM_TOKENS - PAGE_SIZE)
+    have_helper(batch.kv, Fraction(1, 2), 10)
+    divisions = batch.batch.begin_division()
+    assert [(one.sequence, len(one.pages)) for one in divisions] == [(first, 6), (second, 4)]
+    assert batch.kv.num_free_pages == batch.kv.num_free_for(0)
+
+
 def test_nothing_is_copied_of_a_sequence_that_is_being_stored(spec: ModelSpec) -> None:
     batch, _, sequence = divided(spec)
     sequence.num_stores = 1
@@ -171,3 +192,19 @@ def test_a_sequence_does_not_wait_to_grow_into_pages_that_the_helper_has(spec: M
         sequence.tokens += [1] * PAGE_SIZE
     batch.batch.plan()
     assert (prompt.state, newest.state) == (SequenceState.RUNNING, SequenceState.LEAVING)
+
+
+def test_the_pages_of_a_sequence_are_counted_once_for_a_claim(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(spec, NUM_OWN, max_batch=16)
+    have_helper(batch.kv, Fraction(1, 2), NUM_HOSTED)
+    running = [batch.joined(2 * PAGE_SIZE, tenant="one") for _ in range(13)]
+    count = Mock(wraps=batch.kv.num_hosted_of)
+    monkeypatch.setattr(batch.kv, "num_hosted_of", count)
+    batch.entered(NUM_TOKENS, tenant="other")
+    batch.batch.plan()
+    preempted = [sequence for sequence in reversed(running) if sequence.state is SequenceState.LEAVING]
+    counted = [pages for ((pages, *_), _) in count.call_args_list if pages]
+    assert len(preempted) > 2
+    assert counted == [sequence.pages for sequence in preempted]
