@@ -111,6 +111,27 @@ async def test_running_requests_are_divided_at_once_and_grow_beyond_the_owners_p
         await pair.move(0)
 
 
+async def test_sequences_are_divided_again_while_few_pages_are_free(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path, SMALL) as pair:
+        rearranger, are_again = pair.owner.decode._module_moves._rearranger, list[bool]()
+        divide = rearranger.divide
+
+        async def divided(*, again: bool) -> None:
+            are_again.append(again)
+            await divide(again=again)
+
+        rearranger.divide = divided  # type: ignore[method-assign]
+        await pair.move(0.5)
+        assert are_again == [False]
+        grown = begin(pair, "grows", prompt_of(1, 12 * BLOCK_SIZE), 4 * BLOCK_SIZE)
+        await until(lambda: len(are_again) > 2)
+        await tokens_of(grown.answer)
+        assert are_again == [False] + [True] * (len(are_again) - 1)
+        await pair.move(0)
+
+
 async def test_pages_do_not_come_back_while_a_request_needs_them(
     start_decode_lab: StartDecodeLab, tmp_path: Path, model: transformers.PreTrainedModel
 ) -> None:
