@@ -164,7 +164,8 @@ class ModuleMoves:
             self._tell(is_moving=False)
         except ModulesStayError as error:
             self.meter.ended("refused")
-            if str(error) != told_before:  # the Conductor asks again and again while the helper drains
+            # The Conductor asks again and again, while the helper drains or an operator wants the pages.
+            if str(error) != told_before:
                 log.warning("no modules move: %s", error)
             self._tell(is_moving=False, error=str(error))
 
