@@ -39,8 +39,10 @@ class KVCacheMove:
         num_moved = 0 if moved is None else moved.layers[0].shape[1]
         before_layers = [kv.layer(layer) for layer in kv.layers]
         self.are_further = are_further = isinstance(helped, HostedPages) or kv.hosted_pages is not None
-        """Whether a helper's pages come beside the others, or go. They have nothing then, so that no page is
-        copied."""
+        """Whether the helper's pages are further ones, beside the owner's.
+
+        They are empty when they come and when they go, so no page is copied.
+        """
         self._own = [] if are_further else kv.new_layers(num_pages, len(kv.kv_heads) - num_moved)
         self._layers = before_layers if are_further else list(self._own)
         if isinstance(helped, HostedLayers):

@@ -161,9 +161,7 @@ class Rearranger:
             self.hold()
             try:
                 await self._loop.quiet()
-                needless = {full_page.page for full_page in copied & self._batch.full_pages()}
-                needless |= self._batch.unwritten_pages()
-                pages = [page for page in self._kv.used_pages() if page not in needless]
+                pages = [] if move.are_further else self._pages_to_copy(copied)
                 await at_once(lambda: move.copy(pages), move.give_up)
                 given_up = move.complete()
             finally:
@@ -172,10 +170,20 @@ class Rearranger:
         await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
         self._kv.take_memory_beside()
 
-    async def divide(self, *, again: bool = False) -> None:
+    def _pages_to_copy(self, copied: set[FullPage]) -> list[int]:
+        """Return the used pages with KVCache but those in `copied` that are still full.
+
+        To be called while no iteration runs.
+        """
+        needless = {full_page.page for full_page in copied & self._batch.full_pages()}
+        needless |= self._batch.unwritten_pages()
+        return [page for page in self._kv.used_pages() if page not in needless]
+
+    async def divide(self, *, again: bool) -> None:
         """Move full pages of running sequences to a helper that has pages of sequences.
 
-        If sequences are divided `again`, few pages do not move (`DecodeBatch.begin_division`).
+        `again`: sequences have been divided before; then few pages do not move while there is room to grow
+        (`DecodeBatch.begin_division`).
 
         If the helper is lost meanwhile, no pages move. Raises TransferError if a helper on another host is
         lost.

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Dividing:
         self.before, self.num_free = list(self.sequence.pages), self.kv.num_free_pages
         self.loop = Mock(spec=BatchLoop)
         self.rearranger = Rearranger(
-            Mock(kv=self.kv), batch.batch, Mock(), self.loop, AsyncMock(), MovesMeter()
+            Mock(kv=self.kv), batch.batch, MagicMock(), self.loop, AsyncMock(), MovesMeter()
         )
         self.nums_copied: list[int] = []
         self.on_copy: Callable[[], None] = Mock()
@@ -66,7 +66,7 @@ async def test_full_pages_go_to_the_helper_some_at_a_time(dividing: Dividing) ->
     kv.layer(0)[:] = torch.rand(kv.layer_shape)
     expected = kv.gather(0, torch.tensor(sequence.pages))
     dividing.nums_copied.clear()
-    await dividing.rearranger.divide()
+    await dividing.rearranger.divide(again=False)
     assert dividing.nums_copied == [2, 2, 2]
     assert kv.num_hosted_of(sequence.pages) == 6
     assert torch.equal(kv.gather(0, torch.tensor(sequence.pages)), expected)
@@ -74,19 +74,19 @@ async def test_full_pages_go_to_the_helper_some_at_a_time(dividing: Dividing) ->
 
 async def test_no_page_goes_to_a_helper_that_is_lost_while_pages_are_copied(dividing: Dividing) -> None:
     dividing.on_copy = dividing.lose_helper
-    await dividing.rearranger.divide()
+    await dividing.rearranger.divide(again=False)
     assert dividing.nums_copied == [2]
     assert dividing.has_changed_nothing
 
 
 async def test_no_page_goes_to_a_helper_that_is_lost_before_iterations_stop(dividing: Dividing) -> None:
     dividing.loop.quiet.side_effect = dividing.lose_helper
-    await dividing.rearranger.divide()
+    await dividing.rearranger.divide(again=False)
     assert dividing.has_changed_nothing
 
 
 async def test_a_session_that_ends_waits_for_no_further_copy(dividing: Dividing) -> None:
-    loop, divide = asyncio.get_running_loop(), asyncio.create_task(dividing.rearranger.divide())
+    loop, divide = asyncio.get_running_loop(), asyncio.create_task(dividing.rearranger.divide(again=False))
 
     async def cancelled() -> None:
         divide.cancel()
@@ -112,3 +112,15 @@ async def test_pages_that_come_or_go_beside_the_others_are_not_copied_in_rounds(
     move = KVCacheMove(Mock(), dividing.kv, dividing.kv.num_own_pages, None)
     assert await dividing.rearranger.pre_copy(move) == set()
     assert not beside.await_count
+
+
+async def test_no_page_is_copied_in_the_pause_where_pages_come_or_go_beside_the_others(
+    dividing: Dividing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move, copied = KVCacheMove(Mock(), dividing.kv, dividing.kv.num_own_pages, None), list[int]()
+    monkeypatch.setattr(move, "copy", copied.extend)
+    monkeypatch.setattr(dividing.kv, "take_memory_beside", Mock())
+    await dividing.rearranger.switch(move, set())
+    assert copied == []
+    assert dividing.kv.hosted_pages is None
+    assert dividing.sequence.pages == dividing.before
