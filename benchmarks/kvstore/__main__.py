@@ -206,7 +206,8 @@ def _put_and_get(title: str, effort: Effort, sides: Mapping[str, Side], *, has_l
 
 
 def ssd(effort: Effort, directory: Path) -> None:
-    """Measure reads and writes of a slab file's slots, and those of fio."""
+    """Measure random reads and writes of slots in our slab file, and the same with fio, if installed, as the
+    limit."""
     rows = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="benchmark-") as folder:
         fio = FioFile(Path(folder), effort.disk_bytes) if has_fio() else None

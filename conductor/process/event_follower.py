@@ -31,7 +31,10 @@ from mooncake.security.keys import ClusterKey
 
 TICK_S = 1.0
 LARGEST_EVENTS_BYTES = 16 << 20
-"""The most bytes of a message. A part of a snapshot has 360 KB."""
+"""The most bytes of a message of KV events that is accepted.
+
+That is ample: a part of a snapshot has at most 360 KB.
+"""
 LIVE_QUEUE_LEN = 100
 """The most batches of one messenger that wait in the socket. Batches beyond them are replayed later."""
 ANSWER_QUEUE_LEN = 4

@@ -34,7 +34,9 @@ Expected = TypeVar("Expected", bound=Answer)
 class WorkerCalls:
     """A worker's connection to its messenger.
 
-    `send` and `ask` raise PoolError if the messenger is gone, or does not answer in time.
+    `send` and `ask` raise PoolError if the messenger is gone, or does not take the message within
+    `_ANSWER_TIMEOUT_S`; `ask` also if it does not answer in that time (no limit for calls that wait for
+    something else, such as free pages).
     """
 
     def __init__(self, sock: socket.socket, instance: str) -> None:

@@ -22,9 +22,10 @@ from mooncake.errors import TransferError
 
 
 class BulkPace(NamedTuple):
-    """The limit of bulk in flight on a lane while latency requests are expected.
+    """The most bulk transfers (those for which no request waits) in flight on a lane while transfers of the
+    latency class are expected, which must wait behind them.
 
-    A latency request waits behind this bulk.
+    The limit is `piece_bytes` times the number for writes or fetches.
     """
 
     piece_bytes: int

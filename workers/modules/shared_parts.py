@@ -23,7 +23,11 @@ _PARTS = 1000
 
 
 class Hosted(Protocol):
-    """A hosted part at its helper, or the connection to its pages."""
+    """What a helper runs on a thread to answer an owner.
+
+    It is the computation of the hosted part (heads, layers or pages of sequences), or, for an owner on
+    another host, the reads and writes of the part's pages (`PagesServer`).
+    """
 
     def serve(self) -> None:
         """Answer the owner until `close`, on a thread of its own.

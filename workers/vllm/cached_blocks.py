@@ -145,7 +145,11 @@ class CachedBlocks:
 
 
 def _root_key(extra_keys: list[object]) -> BlockKey | None:
-    """Return the root key that salts a prompt (`completion_body`); None if there is no valid root key."""
+    """Return the root key in a first block's `extra_keys`.
+
+    It is the hex `cache_salt` that `completion_body` of `workers/vllm/server.py` gives each prompt. None if
+    it is not exactly that.
+    """
     match extra_keys:
         case [str(salt)]:
             try:

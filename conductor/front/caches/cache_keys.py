@@ -48,9 +48,9 @@ class CacheKeys:
     async def load(self, fingerprint: str) -> list[StoredCache]:
         """Return the caches of this model, oldest first. Waits until etcd answers.
 
-        If an owner has two caches of one name, only the later one is returned, and the earlier one is removed
-        from etcd later. Its client was never told that it exists: else the second cache would have been
-        refused.
+        If an owner has two caches of one name, only the newer one is returned; `tidy_up` removes the older
+        one from etcd. No client knows the older one: if one had been told of it, the newer one would have
+        been refused.
         """
         contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
         ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)

@@ -1,1 +1,3 @@
-"""Experiments about the pool: hits by capacity and policy, the gain by hits, and the use of memory."""
+"""Experiments about the KVCache pool: hit rate by capacity and policy, a global pool against local ones, when
+the pipeline of layers hides transfers, the trace's lengths and hits, the best numbers of prefill and decode
+nodes, and formulas of cost, bandwidth and memory."""
