@@ -374,7 +374,14 @@ class DeviceKVCache:
             self._is_free[page] = False
         return pages
 
-    def num_to_host(self, num_pages: int, num_full: int, held: Sequence[int] = (), num_going: int = 0) -> int:
+    def num_to_host(
+        self,
+        num_pages: int,
+        num_full: int,
+        held: Sequence[int] = (),
+        num_going: int = 0,
+        num_kept: int = 0,
+    ) -> int:
         """Return how many of a sequence's pages shall be at a helper.
 
         The result is the configured share (`HostedPages.share`) of the pages, and 0 for a short sequence. If
@@ -386,6 +393,7 @@ class DeviceKVCache:
             held: The pages that the sequence has already.
             num_going: The number of pages of other sequences that are about to go to the helper. So many more
                 pages of this process will be free, and so many fewer of the helper's.
+            num_kept: The number of free pages of this process that do not count as room for this sequence.
         """
         if self.hosted_pages is None:
             return 0
@@ -394,7 +402,8 @@ class DeviceKVCache:
         if num_pages >= LONG_SHARE * self._end_of_own:
             num_wanted = round(num_pages * self.hosted_pages.share)
         num_here = len(held) - num_there
-        num_left = len(self._free) + num_going + num_here - (num_pages - min(num_wanted, most))
+        num_free = len(self._free) + num_going - num_kept
+        num_left = num_free + num_here - (num_pages - min(num_wanted, most))
         return most if num_left < GROWTH_SHARE * num_pages else min(num_wanted, most)
 
     def free(self, pages: Iterable[int]) -> None:

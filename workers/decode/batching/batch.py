@@ -205,15 +205,20 @@ class DecodeBatch:
         least `_DIVIDED_AGAIN` pages, or one for each running sequence, can go. A division pauses all
         sequences, and so few pages would soon be filled.
         """
-        kv, chosen, num_going = self._kv, list[tuple[Sequence, int, int]](), 0
+        kv, num_running, num_going = self._kv, len(self._running), 0
+        chosen = list[tuple[Sequence, int, int]]()
         for sequence in (one for one in self._running if not one.num_stores):
             first, num_full = kv.num_hosted_of(sequence.pages), sequence.num_full_pages(kv.page_size)
-            num = kv.num_to_host(len(sequence.pages), num_full, sequence.pages, num_going) - first
+            # One free page is kept for each running sequence: many need their next one at the same time.
+            num_there = kv.num_to_host(
+                len(sequence.pages), num_full, sequence.pages, num_going, num_kept=num_running
+            )
+            num = num_there - first
             if num >= _LEAST_DIVIDED:
                 chosen.append((sequence, first, num))
                 num_going += num
-        has_room = kv.num_free_for(0) >= len(self._running)
-        if again and has_room and num_going < min(len(self._running), _DIVIDED_AGAIN):
+        has_room = kv.num_free_for(0) >= num_running
+        if again and has_room and num_going < min(num_running, _DIVIDED_AGAIN):
             return []
         return [
             Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num))

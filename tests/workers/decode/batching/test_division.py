@@ -96,10 +96,24 @@ def test_few_pages_go_where_not_every_sequence_has_room_to_grow_into_one(spec: M
     batch, kv, sequence = divided(spec)
     others = [batch.joined(PAGE_SIZE - 1) for _ in range(6)]
     kv.allocate(kv.num_free_for(0))
+    kv.allocate_hosted(NUM_HOSTED - 6)
     batch.batch.end_division(batch.batch.begin_division(again=True))
     for _ in range(2):  # each of the others needs a page
         assert batch.iterate() == [sequence, *others]
     assert kv.num_free_for(0) == 0
+
+
+@pytest.mark.parametrize(("num", "num_pages"), [(7, 96), (20, 290), (32, 520)])
+def test_no_sequence_waits_for_a_page_while_the_helper_has_some(
+    spec: ModelSpec, num: int, num_pages: int
+) -> None:
+    batch = Batch(spec, num_pages, max_batch=num)
+    running = [batch.joined(30 + 11 * index % 17, 1000) for index in range(num)]
+    have_helper(batch.kv, Fraction(1, 2), num_pages)
+    batch.batch.end_division(batch.batch.begin_division())
+    while batch.iterate() == running:
+        batch.batch.end_division(batch.batch.begin_division(again=True))
+    assert batch.kv.num_free_pages - batch.kv.num_free_for(0) < 4  # fewer than are worth a division
 
 
 def test_a_division_that_is_not_worth_a_pause_takes_no_page(
