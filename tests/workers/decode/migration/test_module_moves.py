@@ -6,7 +6,7 @@ import errno
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +41,7 @@ from tests.workers.test_grammars import GRAMMAR
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.migration import kvcache_move, rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
+from workers.decode.migration.rearranger import Rearranger
 from workers.engine.weights import Weights
 from workers.errors import SessionLostError
 from workers.modules import hosting
@@ -561,10 +562,16 @@ async def test_a_request_that_is_being_loaded_is_copied_when_it_is_there(
         gate.close()
         decoded = pair.begin("again", 60, pair.owner, 300)
         await gate.reached()
-        begun = list[None]()
-        monkeypatch.setattr(rearranger, "available_bytes", lambda: begun.append(None))
+        begun, beside = list[None](), Rearranger.beside
+
+        async def and_begun(of: Rearranger, call: Callable[[], None], on_cancel: Callable[[], None]) -> None:
+            await beside(of, call, on_cancel)
+            begun.append(None)  # the move looks at the pages before any other task runs
+
+        monkeypatch.setattr(Rearranger, "beside", and_begun)
         number = pair.order(1)
         await until(lambda: bool(begun))
+        monkeypatch.setattr(Rearranger, "beside", beside)
         gate.open()
         assert (await pair.ended(number)).error == ""
         assert copies.num_beside >= 300 // BLOCK_SIZE
