@@ -78,11 +78,11 @@ class _Occupant:
 
 
 class ClusterView:
-    """The slots of all instances, with their prefixes, loads, costs and traffic.
+    """The knowledge of all instances by instance slot, an index of arrays: prefixes, loads, costs, traffic.
 
-    `next_iteration_s`, `next_token_s` and `next_delay` predict decode with one more request at each slot, for
-    line 24 of Algorithm 1. If the prompt of this request has n tokens, an iteration takes `next_iteration_s +
-    n * next_token_s` seconds, and the TBT is `next_delay` times as long.
+    `next_iteration_s`, `next_token_s` and `next_delay` predict decode of each instance if it gets one more
+    request, for line 24 of Algorithm 1. If the prompt of that request has n tokens, an iteration takes
+    `next_iteration_s + n * next_token_s` seconds, and the TBT is `next_delay` times as long.
 
     Args:
         settings: The settings of decisions, such as the balancing threshold and the forecast's level.
@@ -340,7 +340,10 @@ class ClusterView:
     def prefill_ended(
         self, slot: int, num_tokens: int, num_cached_tokens: int, seconds: float, now_s: float
     ) -> None:
-        """Learn the costs of a prefill that took `seconds` since the prefill before it ended.
+        """Learn the costs of a prefill that has ended.
+
+        `seconds` is the time that it took, from its order, or from the end of the instance's previous prefill
+        if that was later (`Loads.end_prefill`), without the predicted time beside it.
 
         Prefills of one pass end together and are learned as one. So the latest prefill is learned only when
         the instance has no other ordered prompt, or when a prefill of another pass has ended.
