@@ -121,8 +121,11 @@ def _call(
 ) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    for number, fd in enumerate((stdin, stdout, stderr)):
-        os.dup2(fd, number)
-        os.close(fd)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    try:
+        for number, fd in enumerate((stdin, stdout, stderr)):
+            os.dup2(fd, number)
+            os.close(fd)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    except KeyboardInterrupt:  # the traceback would be in the output of another process
+        os._exit(1)
     function(*arguments)

@@ -126,7 +126,8 @@ def child_main(
         message = first_message(errors)
         report(Fatal(message))
         log_writer.finish()
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        if STATUS_FD_VARIABLE not in os.environ:  # else the supervisor shows it, once
+            print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(FATAL_EXIT_CODE)
     finally:
         log_writer.finish()

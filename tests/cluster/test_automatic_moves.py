@@ -42,15 +42,18 @@ def test_modules_of_a_busy_instance_go_to_an_idle_one(tmp_path: Path, run_dir: P
     with tiny_server(tmp_path / "tiny", run_dir, *flags) as server, ThreadPoolExecutor(1) as client:
         asked = body(list(range(3, 30)), num_tokens=NUM_TOKENS)
         answers = [client.submit(post, server, asked)]
+        parts: list[dict[str, Any]] = []
 
         def have_moved() -> bool:
             if answers[-1].done():
                 assert answers[-1].result().status_code == 200, answers[-1].result().text
                 answers.append(client.submit(post, server, asked))
-            return bool(helpers(server))
+            # A part that goes back because the machine is busy is empty for a moment.
+            parts.extend(part for part in helpers(server).values() if part["layers"] or part["num_heads"])
+            return bool(parts)
 
         eventually(have_moved, "modules are at a helper")
-        [part] = helpers(server).values()
+        [part] = parts
         if part["layers"] is not None:
             assert part["layers"]["stop"] == 4
             assert 1 <= part["layers"]["start"] <= 3, "some of four"
