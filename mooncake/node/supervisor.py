@@ -163,6 +163,8 @@ class Supervisor:
             if child.spec.instance == left.spec.instance and not child.has_left:
                 child.has_left = True
                 child.signal(signal.SIGINT)
+                # A process that is being started can lose the signal.
+                asyncio.get_running_loop().call_later(STOP_GRACE_S, child.signal, signal.SIGKILL)
         if all(child.has_left for child in self._children):
             self._stop.set()
 
