@@ -68,7 +68,7 @@ def _rotate_and_write(
     HAS_NORMS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """For up to BLOCK_HEADS heads of one token: norm (if HAS_NORMS) and rotation of queries and keys.
+    """Norm (if HAS_NORMS), rotate and store up to BLOCK_HEADS heads of one token; values are only stored.
 
     Queries are stored in place, keys and values in the token's page; nothing is written to page -1.
 

@@ -23,9 +23,9 @@ _PARTS = 1000
 
 
 class Hosted(Protocol):
-    """What a helper runs on a thread to answer an owner.
+    """The work of a helper's thread that answers an owner.
 
-    It is the computation of the hosted part (heads, layers or pages of sequences), or, for an owner on
+    The work is the computation of the hosted part (heads, layers or pages of sequences), or, for an owner on
     another host, the reads and writes of the part's pages (`PagesServer`).
     """
 

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,7 +139,8 @@ class Offload:
         return ours
 
 
-class _Task(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
     value: Any
     body: Pieces
     num_bytes: int

@@ -165,6 +165,21 @@ def test_the_processes_of_an_instance_that_leaves_end_and_others_go_on(
     os.close(other_end)
 
 
+def test_a_process_of_an_instance_that_leaves_is_killed_if_it_does_not_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "STOP_GRACE_S", 0.05)
+    children = [
+        child("messenger of d0", "ignore-sigterm", tmp_path, "d0"),
+        child("d0", "leave", tmp_path, "d0"),
+        child("d1", "serve", tmp_path, "d1"),
+    ]
+    code, output = supervise(children, ["[messenger of d0] has ended"], capsys)
+    assert code == 0
+    assert "died" not in output
+    assert len(lives(tmp_path, "messenger of d0")) == 1
+
+
 def test_a_node_ends_with_its_last_instance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     children = [child("messenger", "serve", tmp_path, "d0"), child("d0", "leave", tmp_path, "d0")]
     code, output = supervise(children, [], capsys)
