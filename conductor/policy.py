@@ -289,8 +289,9 @@ class Conductor:
         """Return the messages that make room for a new request; None if the new request must be rejected.
 
         If `max_running_requests` are running, another request may be rejected in favour of the new one. If
-        none is, the new request is accepted only if its tenant is within an equal part of the limit. So at
-        most `max_running_requests` times 1 + 1/2 + 1/3 ... are running, with a term for each tenant.
+        no other request may be rejected, the new one is accepted only if its tenant is within an equal part
+        of the limit. So at most `max_running_requests` times 1 + 1/2 + 1/3 ... requests are running, with a
+        term for each tenant.
         """
         if self.num_open < self.limits.max_running_requests:
             return []

@@ -18,7 +18,8 @@ MEMORY_S = 60.0
 MAX_SHARE = 0.75
 """The largest part of a TTFT SLO that is kept free.
 
-Nothing is kept for a prompt with a longer prefill: that prompt would only fit if devices ran out of work.
+If a rejected prompt's prefill takes longer than this part, nothing is kept for the prompt: it could only be
+accepted if devices ran out of work.
 """
 _NUM_TERMS = 1000
 """The largest number of different terms that are remembered. It is bounded, as terms come from requests."""

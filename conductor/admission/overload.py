@@ -42,8 +42,7 @@ Rounding can leave a small rest when all prompts have ended.
 """
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
-"""The standard deviations by which the requests left on one decode instance are assumed to exceed the
-mean."""
+"""The assumed excess of requests on one decode instance over the mean instance, in standard deviations."""
 
 
 class Freed(NamedTuple):
@@ -214,7 +213,7 @@ class Admission:
     def _check_tbt(self, tbt_s: float, constant_s: float, tbt_slo_s: float | None) -> Rejection | None:
         """Return why a predicted TBT plus its margin misses the SLO; None if it meets the SLO.
 
-        `constant_s` is the part of the prediction to which no request adds.
+        `constant_s` is the part of the prediction that does not depend on the requests.
         """
         margin_s = tbt_margin_s(tbt_s, constant_s)
         if tbt_slo_s is None or tbt_s + margin_s <= tbt_slo_s:
@@ -253,10 +252,9 @@ class Admission:
     def _shortest_queue_s(self, priority: int, now_s: float) -> float:
         """Return the shortest prefill queue of all instances, in seconds, for a prompt of `priority`.
 
-        Forecasts for all prompts look ahead to the end of this queue. Requests that arrive later are not
-        decoded before that moment, so no request is missing in the forecast. If the forecast for a long
-        prompt looked ahead to the end of that prompt's prefill, later requests would be missing. Long prompts
-        would then be accepted while short prompts are rejected.
+        The forecasts for all prompts look ahead to the end of this queue. All requests that will be decoded
+        by then have arrived already, so the forecast is complete. A forecast up to the end of a long prompt's
+        own prefill would lack later requests: long prompts would be accepted while short ones are rejected.
         """
         loads = self._view.loads
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())
@@ -266,9 +264,9 @@ class Admission:
     ) -> float | None:
         """Predict the TBT in seconds at two moments, and return the greater one.
 
-        The moments are the horizon `known_until_s` and the end of the last accepted prefill, if that is
-        later. The second moment is at most a mean decode after the horizon. None if at both moments some
-        instance decodes nothing.
+        The first moment is the horizon `known_until_s`. The second one is the end of the last accepted
+        prefill, but at most the duration of a mean decode after the horizon. It is left out if it is not
+        later than the horizon. None if some instance decodes nothing at each of these moments.
         """
         forecast, iteration_s = self._forecast, self._next_iteration_s()
         times_s = [known_until_s]
@@ -282,12 +280,12 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: PromptTotals, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """Predict the TBT in seconds if this work and one more request are spread evenly over instances. None
-        if the work leaves some instance idle.
+        """Predict the TBT in seconds of `work` and one more request, spread over instances. None if the work
+        leaves some instance idle.
 
         `num_absent` is the number of accepted requests that are not in `work`, as they have ended by then or
-        begin later. Which requests these are is chance, so one instance is assumed to keep more requests than
-        the mean.
+        begin later. They may be missing on some instances more than on others. So one instance is assumed to
+        have more requests than the mean, by `_DEVIATIONS`.
         """
         pool = self._view.decode_pool()
         assert pool is not None

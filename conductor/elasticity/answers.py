@@ -1,10 +1,10 @@
 """The expected lengths of answers, which are unknown when requests arrive.
 
 Requests with similar prompts and limits have similar answers. An answer that is still being decoded counts as
-at least as long as it is now (Kaplan and Meier, 1958). So long answers are not overlooked because only short
-ones have ended. Long answers do not count too often either. Only the latest ends are remembered. An answer
-that began before the oldest remembered end counts only from the length that it had at that time (left
-truncation: Turnbull, 1976).
+at least as long as it is now (Kaplan and Meier, 1958). Without this rule the mean would be too small, as
+short answers end first. Only the latest ends are remembered. An answer that began before the oldest
+remembered end counts only from the length that it had at that time (left truncation: Turnbull, 1976).
+Without this rule long answers would count too often.
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.
 """
@@ -79,8 +79,8 @@ class AnswerLengths:
         Args:
             kinds: The kinds that are asked for.
             running: The answers that are being decoded.
-            since_s: The time since when the load has been the same. An answer that began earlier is used only
-                if it has ended, and only while few later answers have ended.
+            since_s: The time from which on the load has been the same. Running answers that began earlier are
+                not used. Ended ones that began earlier are used until enough later ones have ended.
         """
         by_kind: dict[AnswerKind, list[RunningAnswer]] = {}
         for answer in running:
@@ -97,7 +97,7 @@ class AnswerLengths:
         new = [answer for answer in recent if answer.began_s >= since_s]
         ended = new if len(new) >= _FEWEST_OF_KIND else recent
         known_s = recent[0].at_s if len(recent) == _NUM_RECENT else -math.inf
-        """The time since when the ends of all answers are known."""
+        """The time of the oldest remembered end; minus infinity if no end was forgotten."""
         known_from = [answer.num_tokens_at(known_s) for answer in (*ended, *running)]
         lengths = [answer.num_tokens for answer in (*ended, *running)]
         earlier = [answer.num_tokens for answer in recent if answer.began_s < since_s]
@@ -118,8 +118,8 @@ def mean_length(
     Args:
         lengths: The lengths so far, those of ended answers first.
         num_ended: The number of answers that have ended.
-        known_from: The length of each answer when watching it began: had it ended before, it would not be in
-            `lengths`. None if each answer was watched from its beginning.
+        known_from: The length of each answer at the time of the oldest remembered end. Answers that ended
+            before that time are missing in `lengths`. None if no end was forgotten.
         earlier: The lengths of answers of an earlier load.
     """
     all_lengths = np.array(lengths)

@@ -34,8 +34,8 @@ MOST_LEFT_S = 120.0
 _NUM_PAST, _FEWEST_PAST = 8, 3
 """The numbers of past loads: how many are remembered, and how many suffice to predict a load's duration."""
 _MOST_OF_MEAN = 4.0
-"""The limit of the mean work of requests of one kind and one second, as a multiple of the mean of all
-requests. In the search for changes of the load, larger values are cut to this limit."""
+"""The largest work that counts for a request in the search for changes of the load, as a multiple of the
+mean work of all requests. A request's work is the mean of its kind in the second of its arrival."""
 
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -91,7 +91,7 @@ class Demand:
     _latest: dict[AnswerKind, _Arrivals] = field(default_factory=dict)
     """The arrivals of the latest second with arrivals, by kind."""
     _began_s: float | None = None
-    """The time since when the load has been the same."""
+    """The time from which on the load has been the same; None before the first request."""
 
     def arrived(self, num_prompt_tokens: int, max_tokens: int, prefill_s: float, now_s: float) -> None:
         """Count a request that a client has sent, accepted or not."""

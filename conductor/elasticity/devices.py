@@ -1,8 +1,8 @@
 """The decode instances of a host, as devices with modules for Algorithm 1 of BanaServe.
 
-The compute of an instance is measured by the tokens that it draws, wherever its modules are. Here the part of
-a module is counted for the device that has the module. A layer takes a part of the iteration, and a KV head
-takes a part of attention.
+The compute of an instance is measured by the tokens that it draws, so the measure includes the work of its
+modules at a helper. Here the work of each module is counted for the device that has the module: for a layer
+its part of the iteration, for a KV head its part of attention.
 
 Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
 """

@@ -32,9 +32,9 @@ _NUM_KEPT = 100
 _PERIOD_S = 2.0
 """The least seconds between two decisions about roles."""
 _SPARE_STRAIN = 0.8
-"""The strain above which a stage gives up an instance only for twice the gain.
+"""The largest strain of a stage after it gives up an instance for the usual gain, `_LEAST_GAIN`.
 
-The strain is computed without that instance. A stage that is overloaded already is excepted.
+With more strain afterwards the change must gain twice as much, unless the stage is overloaded already.
 """
 _LEAST_GAIN = 0.05
 """The least predicted gain in served requests for a change, as a share of the requests served now."""
@@ -140,7 +140,7 @@ class Rebalancer:
         self._names: frozenset[str] = frozenset()
         """The names of the instances for which `_num_left` was set."""
         self._other_names: tuple[frozenset[str], float] = (frozenset(), math.inf)
-        """The names of the present instances, and the time since when they differ from `_names`.
+        """The names of the present instances, and the time at which they began to differ from `_names`.
 
         The time is infinite if they do not differ.
         """
@@ -198,7 +198,7 @@ class Rebalancer:
     # -- which change -------------------------------------------------------------------------------
 
     def _note_instances(self, names: frozenset[str], now_s: float) -> None:
-        """Record the time since when the set of instances has differed from `_names`."""
+        """Record the time at which the set of instances began to differ from `_names`."""
         if names == self._names:
             self._other_names = (names, math.inf)
         elif names != self._other_names[0]:

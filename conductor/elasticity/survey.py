@@ -191,9 +191,9 @@ def _waiting_for_pages(
 ) -> list[TrackedRequest]:
     """Return the requests that wait for device pages of this instance.
 
-    The latest heartbeat counts the requests in the batch, and the requests that wait for the batch's TBT to
-    fall. If more requests had begun decode before the heartbeat, the latest of them are assumed to wait for
-    pages.
+    The latest heartbeat has the number of requests that are in the batch or wait for the batch's TBT to fall.
+    These are assumed to be the requests that began decode first; the later ones wait for pages. Requests that
+    may have begun after the heartbeat are left out.
     """
     heartbeat = instance.heartbeat
     if heartbeat is None:

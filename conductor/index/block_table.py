@@ -42,7 +42,7 @@ class BlockTable(Protocol):
         """Return the runs of equal numbers before the first absent key.
 
         The first sequence has the number of each run. The second one has the index behind each run's last
-        key.
+        key. For keys with the numbers 5, 5 and 7 the result is `([5, 7], [2, 3])`.
         """
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:

@@ -26,9 +26,9 @@ Until then the blocks are coming.
 """
 
 Coming = list[tuple[int, int]]
-"""Numbers of a prompt's leading blocks, each with a mask of slots.
+"""Numbers of a prompt's leading blocks, each with a mask of the slots that will hold at least so many.
 
-The slots of a mask will hold at least this number of blocks.
+With `[(4, 0b011), (9, 0b001)]` slot 0 will hold nine leading blocks, and slot 1 will hold four.
 """
 
 

@@ -26,6 +26,9 @@ from mooncake.messages.pools import Tier
 class PrefixMatch(NamedTuple):
     """The number of leading blocks of a prompt that each instance holds, as depths with masks of slots.
 
+    With the depths `[0, 4]` and the masks `[0b100, 0b011]`, the instances in slots 0 and 1 hold four leading
+    blocks, and the instance in slot 2 holds none.
+
     For each slot `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`; a free slot has 0 blocks.
     """
 
@@ -38,7 +41,7 @@ class PrefixMatch(NamedTuple):
     Each slot is in one mask.
     """
     on_ssd: list[tuple[int, int]]
-    """Lengths of runs of blocks, each with the mask of the slots that hold these blocks on SSD only."""
+    """Runs of leading blocks: the length of each run, and the mask of the slots that hold it on SSD only."""
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
         """Return the masks as a bool matrix `[len(masks), num_slots]`."""
@@ -51,8 +54,8 @@ class PrefixMatch(NamedTuple):
         """Return the match as it will be when the coming blocks have been stored.
 
         Args:
-            coming: Numbers of leading blocks, each with the mask of the slots that will hold at least this
-                number.
+            coming: Numbers of leading blocks, each with the mask of the slots that will hold at least so
+                many.
 
         Returns:
             The new match, or this object itself if no slot gains a block.

@@ -22,9 +22,9 @@ from mooncake.messages.workers import InstanceState, Role
 WANTED_BACK_S = 600.0
 """Seconds for which an operator's order to take pages back is repeated while the owner refuses it."""
 LONG_TRY_S = 10.0
-"""Seconds from an order to its refusal. If they were more, the owner has tried, and preempted requests."""
+"""Seconds from an order to its refusal from which on the owner must have tried, and preempted requests."""
 AGAIN_AFTER_S = 60.0
-"""Seconds from the refusal of an order that the owner has tried to carry out until it is repeated."""
+"""Seconds until an order is repeated that the owner has tried to carry out, and has refused then."""
 _ALL_BACK = ModulesPart()
 
 
@@ -88,8 +88,8 @@ class Modules:
         """Return the messages of an operator's order that moves all modules of `owner` back.
 
         If the modules are pages, the owner gets no further request that needs them, and `call_back` repeats
-        the order for `WANTED_BACK_S`. `why_not` must have returned an empty text before, unless
-        `is_wanted_back`. In that case the time begins anew.
+        the order for `WANTED_BACK_S`. If `is_wanted_back` was true before, these seconds begin again;
+        otherwise `why_not` must have returned an empty text.
         """
         effects = [] if place_of(owner).is_moving else self.order(owner, helper, now_s)
         if owner.modules.part.share:

@@ -116,7 +116,7 @@ class Performance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Some equal prefill instances beside some equal decode instances."""
+    """A number of equal prefill instances, and a number of equal decode instances."""
 
     num_prefill: int
     num_decode: int
@@ -127,7 +127,7 @@ class Pairs:
     token_transfer_s: float = 0.0
     """Seconds to send the KVCache of one token to a decode instance."""
     first_token_s: float = 0.0
-    """Seconds of the time to first token that are neither prefill, transfer nor queue."""
+    """Seconds of a TTFT beyond those of prefill, transfer and queue."""
 
     def performance(self, sizes: Sizes, num_requests: float) -> Performance:
         """Predict the performance in a closed loop: each answer that ends is replaced by a new request.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 READY_FOR_S = 10.0
 """Seconds for which a front counts as ready after its latest report that it is ready.
 
-A front keeps its requests while another Conductor takes over, and reports then that it is not ready. Such a
+While another Conductor takes over, a front reports that it is not ready, and keeps its requests. Such a
 report alone does not remove the front.
 """
 MOST_ENDPOINTS = 5
