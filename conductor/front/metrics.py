@@ -177,8 +177,7 @@ class Metrics(Collector):
             self._gap.observe(gap_s)
 
     def prompt_received(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count the tokens of a prompt that was computed; the KVCache of `num_cached_tokens` of them was
-        reused."""
+        """Count the tokens of a prompt. `num_cached_tokens` of them were not computed, but reused."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached_tokens
 

@@ -31,7 +31,8 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_co
 class _Use:
     """The counts of one key.
 
-    `num_left` is the requests that the key may send at once at the time `at_s`, with fractions.
+    `num_left` is the number of requests that the key may send at once at the time `at_s`. It may be a
+    fraction, as the bucket is refilled evenly: at 0.5, half the time until the next request has passed.
     Invariant: `0 <= num_left <= max(1, requests_per_minute)`.
     """
 

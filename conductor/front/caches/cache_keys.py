@@ -41,7 +41,7 @@ class CacheKeys:
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys
         self._ends: dict[str, float] = {}
-        """The ends of all caches that etcd may have, by id, as clients were told them."""
+        """By id, the ends that clients were told, for all caches that etcd may have."""
         self._doubtful: set[str] = set()
         """Ids of caches whose end in etcd is in doubt, because etcd has not answered a change of it."""
 
@@ -49,8 +49,8 @@ class CacheKeys:
         """Return the caches of this model, oldest first. Waits until etcd answers.
 
         If an owner has two caches of one name, only the newer one is returned; `tidy_up` removes the older
-        one from etcd. No client knows the older one: if one had been told of it, the newer one would have
-        been refused.
+        one from etcd. The client was never told of the older one; otherwise the newer one would have been
+        refused, because its name was taken.
         """
         contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
         ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)
@@ -91,7 +91,7 @@ class CacheKeys:
                 await self.tidy_up()
 
     async def tidy_up(self) -> None:
-        """Remove ended caches from etcd, and write the ends in doubt again, as clients were told them.
+        """Remove ended caches from etcd, and set each end in doubt to the end that clients were told.
 
         A call handles only as many caches as fit into one change of etcd. Raises NotStoredError.
         """

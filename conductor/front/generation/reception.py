@@ -4,7 +4,7 @@ Source and destination of a migration send over two connections, so the first to
 overtake the last tokens of the source. Early tokens wait until the missing tokens before them have arrived.
 Missing tokens may come from any attempt, as every attempt gives the same token at the same position.
 
-Owns: which tokens are new, whatever attempt they are of; the error of a request whose tokens are missing.
+Owns: which tokens are new, from any attempt; the error of a request whose tokens are missing.
 Does not know: connections, who waits for the tokens.
 """
 
@@ -61,7 +61,7 @@ class Reception:
     token_ids: list[int] = field(default_factory=list)
     """The tokens that have arrived in order."""
     early: list[TokenOutput] = field(default_factory=list)
-    """Outputs before which tokens are missing, in order of position.
+    """Outputs that wait for the missing tokens before them, in order of position.
 
     Each begins behind the end of `token_ids`.
     """
@@ -91,8 +91,8 @@ class Reception:
     def beat(self) -> bool:
         """Count a heartbeat of the front.
 
-        Returns whether tokens have been missing for too long while the Conductor has not reported that all
-        were sent.
+        Returns whether early outputs have waited for too long. False if the Conductor has reported that all
+        tokens were sent.
         """
         self.num_missing_beats = self.num_missing_beats + 1 if self.early else 0
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
@@ -116,8 +116,7 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Add the early outputs before which no tokens are missing any more to `received`. Returns
-        `received`.
+        """Add the early outputs that need not wait any more to `received`, and return it.
 
         `attempt` is the attempt of the output that has just arrived.
         """
@@ -131,11 +130,10 @@ class Reception:
         return received
 
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
-        """Append an output before which no tokens are missing.
+        """Append an output that begins at the end of the tokens so far, or earlier.
 
-        Return its new tokens and its finish reason; an empty list if it has neither.
-
-        A stale output is dropped if its tokens differ from those that have arrived.
+        Returns the new tokens and the finish reason; an empty list if the output has neither. A stale output
+        is dropped if it repeats earlier tokens with other values.
         """
         new = output.token_ids
         if output.position < len(self.token_ids):

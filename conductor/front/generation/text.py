@@ -33,8 +33,8 @@ class Decoded(msgspec.Struct, frozen=True):
 class _StopStrings:
     """An automaton of all stop strings (Aho and Corasick).
 
-    A state is the longest end of the text that is the beginning of a stop string. So the cost of a character
-    does not depend on the number and length of stop strings.
+    A state stands for the longest suffix of the text that is a prefix of a stop string. So the cost of a
+    character does not depend on the number and length of stop strings.
     """
 
     __slots__ = ("fallback", "following", "held", "longest")
@@ -46,7 +46,7 @@ class _StopStrings:
         self.held = [0]
         """The length in characters of each state."""
         self.fallback = [0]
-        """The fallback of each state: its longest shorter end that is the beginning of a stop string."""
+        """The state for each state's next shorter suffix that is a prefix of a stop string."""
         self.longest = [0]
         """The length of the longest stop string with which each state ends; 0 without one."""
         for stop in stops:

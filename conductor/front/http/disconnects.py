@@ -17,8 +17,8 @@ def while_connected(request: Request) -> Iterator[None]:
     """Make a context for the work of a request: if the client disconnects, the work is cancelled, and the
     context raises ClientDisconnect.
 
-    If the work raises another error first, that error is raised. Without this context, the request of a
-    client that disconnects while its body waits or is read would be submitted like all others.
+    If the work raises another error first, that error is raised. Without this context, a request would be
+    submitted even if its client had disconnected while the body waited or was read.
     """
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
     task: asyncio.Task[object] | None = None

@@ -1,8 +1,8 @@
 """Requests of one connection: from bytes to heads and bodies, without IO.
 
-The parser, httptools, cannot be stopped within the bytes that it gets. So it gets pieces, each of which ends
-with the current request at the latest. The only exception is a piece in which a chunked body ends: a few
-requests may follow the body in that piece.
+The parser, httptools, cannot be stopped within the bytes that it gets. So it gets pieces, and a piece ends at
+the end of a request. The only exception is a piece in which a chunked body ends: a few requests may follow
+the body in that piece.
 
 Owns: bytes that are not parsed yet, the progress of the latest request, the longest head. Does not know:
 responses, deadlines.
@@ -36,7 +36,7 @@ class InvalidRequestError(Exception):
 
 
 class TunnelRequestedError(Exception):
-    """The error of a CONNECT request, behind which bytes belong to another protocol."""
+    """The error of a CONNECT request. The bytes that follow it belong to another protocol."""
 
 
 class Arrival(Enum):
@@ -83,7 +83,7 @@ class RequestParser:
         self._unread, self._unread_from = b"", 0
         """Received bytes, and the position in them at which the parser goes on."""
         self._num_unparsed_bytes = 0
-        """The number of parsed bytes since the last complete head or part of a body; httptools keeps them."""
+        """Bytes that httptools has got since the last complete head, part of a body or request, and keeps."""
         self._num_body_bytes_left = 0
         """Bytes of a body of known length that have not arrived."""
         self._num_excess_bytes = 0
@@ -232,6 +232,6 @@ class RequestParser:
 
 
 def _head_before_body(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return a request head after which a parser reads the body as `headers` frame it."""
+    """Return a request head with the framing of `headers`, so that a parser can read the body behind it."""
     framing = [b"%b: %b\r\n" % header for header in headers if header[0] in _FRAMING]
     return b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing)

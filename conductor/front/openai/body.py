@@ -44,7 +44,7 @@ class ReceivedBody:
         self.pieces = [bytearray()]
         """The pieces in order.
 
-        Each has at least `_PIECE_BYTES`, except the last, and exceeds that size by less than one added part.
+        All but the last have at least `_PIECE_BYTES`. None has more than that plus one added part.
         """
 
     def __len__(self) -> int:

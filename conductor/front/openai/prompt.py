@@ -58,8 +58,8 @@ NO_PREFIX = ChatPrefix((), ())
 def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
     """Return the parent key of prompts' first blocks for this API key and salt, and whether there is a salt.
 
-    A `cache_salt` divides the blocks of an API key further. It never leads to blocks of API keys that have
-    another salt.
+    Requests with one API key share blocks only if they have the same `cache_salt`. No `cache_salt` leads to
+    the blocks of an API key with another salt.
     """
     if key is None:
         salt = client_salt(cache_salt)

@@ -98,7 +98,7 @@ _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
     """Return a function that adds the unserved fields to a JSON schema, and forbids unknown fields.
 
-    Of each unserved field the schema allows the values that have no effect.
+    For each unserved field the schema allows only null and the values that have no effect.
     """
 
     def describe(schema: dict[str, Any]) -> None:

@@ -259,5 +259,5 @@ class ToolCallParser:
 
 
 def _num_common(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` with which `mark` begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of `mark`, and shorter."""
     return next(num for num in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:num]))

@@ -138,7 +138,7 @@ class Reading:
     async def _may_read_here(self, body: ReceivedBody, key: ApiKey | None) -> bool:
         """Return whether a body is short enough to be read in the event loop.
 
-        If it is, its turn has come when this returns.
+        For such a body this waits until the body's turn has come.
         """
         if len(body) > MAX_BRIEF_BYTES:
             return False

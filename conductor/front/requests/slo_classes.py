@@ -18,8 +18,8 @@ SLO_CLASS_HEADER = "x-mooncake-slo-class"
 def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: ApiKey | None) -> Job:
     """Return the job with the SLO class of this name (None: no class), for the tenant with this key.
 
-    `priorities` has the priority of each class; that of the named class replaces the job's own. Raises
-    RequestError for a class that does not exist, or whose priority the key may not have.
+    `priorities` has the priority of each class. The priority of the named class replaces the job's own.
+    Raises RequestError if the class does not exist, or if the key may not have the priority of the class.
     """
     if name is None and key is None:
         return job

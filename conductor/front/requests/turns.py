@@ -2,8 +2,8 @@
 
 Reading a body takes milliseconds, and the bodies of many connections can arrive at once. Only a few bodies
 are read in each turn of the event loop, so that streams and other tenants do not wait for all of them. While
-the Conductor in this process has too many unread messages, no body is read. Those messages have no turns: a
-request, and the front's heartbeats, would wait behind all earlier requests of another tenant.
+the Conductor in this process has too many unread messages, no body is read. The Conductor reads its messages
+in order of arrival, so a long queue there would delay other tenants' requests and the front's heartbeats.
 
 Owns: this order. Does not know: how a body is read, how far the Conductor is.
 """

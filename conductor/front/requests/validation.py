@@ -111,7 +111,7 @@ class Job(msgspec.Struct, frozen=True):
     claim: QuotaClaim | None = None
     """The answer's claim on the tenant's quota; None if the tenant has no quota."""
     num_shared: Sequence[int] = ()
-    """The number of each prompt's leading tokens that are also the context cache's; empty without a cache."""
+    """The length in tokens of each prompt's common prefix with the context cache; empty without a cache."""
     cache_use: CacheUse | None = None
     """The counter of the context cache's savings; None without a cache."""
 
