@@ -150,7 +150,7 @@ class Replication:
                 del self._copies[name]
 
     def _drop(self, holders: dict[BlockKey, NDArray[np.bool_]]) -> list[Effect]:
-        """Drop those blocks of copies that have become cold."""
+        """Drop the blocks of each copy that have become cold."""
         view = self._view
         effects = []
         num_dropped: Counter[BlockKey] = Counter()

@@ -75,8 +75,8 @@ class Preemption:
     def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
         """Return the placed request that yields first to the new request `tracked`; None if none yields.
 
-        `device_s`: predicted seconds of the new request's prefill. If none yields with 0, none would yield to
-        the shortest prompt.
+        `device_s`: predicted seconds of the new request's prefill. With 0, the result None means that no
+        request yields even to the shortest prompt.
         """
         victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
         return None if victim is None else victim.tracked

@@ -6,13 +6,13 @@ left open by the paper:
 
     line 4   holders include the pools of decode instances; of several holders the one that can send first
              is taken
-    line 6   prefixes that placed prompts are yet to compute count for their instances, but are not fetched:
-             the prompt waits for them in the queue, as T_queue is the time of the prompts before it
+    line 6   blocks that a placed prompt has yet to compute count as held by its instance, but are not
+             fetched: the new prompt waits for them in the queue (T_queue, the time of the prompts before it)
     line 8   the ratio is written as a product, as prefix_len may be 0; at equality the instance's own prefix
              is used
     line 9   the time includes copying the prefix's blocks from SSD to DRAM; at least one token is computed
-    line 10  an instance that would compute a prefix which is coming elsewhere must save as much time as that
-             takes
+    line 10  if an instance would compute blocks that another instance is about to compute, the time of this
+             computation is added to its TTFT in the comparison
     line 14  a fetch must also be quicker than computing what it brings (section 6.2)
 
 The listing chooses a prefill and a decode instance. The alternative is one decode instance that inlines the

@@ -198,8 +198,9 @@ class Assignments:
     def _source(self, placement: Placement, num_held_blocks: int) -> tuple[Instance | None, int]:
         """Return the source of the prompt's prefix and the number of blocks there; `(None, 0)` for none.
 
-        The decode instance is the source if it holds more than the placement's source does, and more than the
-        balancing threshold asks for. Otherwise the placement's source is. An inlined prompt has no source.
+        The decode instance is the source if it holds more blocks than the placement's source, and more than
+        the balancing threshold times the prefill instance's own. Otherwise the placement's source is taken.
+        An inlined prompt has no source.
         """
         if placement.is_inlined or not self._settings.fetches_prefixes:
             return None, 0

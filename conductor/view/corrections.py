@@ -29,8 +29,8 @@ NEAR_TBT_SLO = 0.3
 """The share of a TBT SLO from which on a batch counts as near the SLO.
 
 Only the time that depends on the batch is compared: the batch's part of an iteration, and the part of the SLO
-that is left for it. The errors of smaller batches say little about batches at the SLO. Batches grow much
-between two heartbeats: with a share of 0.5 fewer requests are in time.
+that is left for it. The errors of smaller batches say little about batches at the SLO. With a larger
+share, such as 0.5, more requests are late, as batches grow much between two heartbeats.
 """
 MOST_TBT = 1.5
 """The largest factor of the time that a batch adds to an iteration."""

@@ -23,7 +23,7 @@ Floats = NDArray[np.floating[Any]]
 """An array of float64."""
 
 _COMMON_DOUBT = 0.5
-"""The relative standard deviation of the factor by which all start coefficients are wrong together."""
+"""The relative standard deviation of the common factor by which all start coefficients may be wrong."""
 _FORGETTING = 1e-3
 """The share of the initial variance that is added again with every observation."""
 _LARGEST_SURPRISE = 3.0

@@ -159,8 +159,8 @@ class Instance:
     def num_pages_at_helper(self) -> int:
         """The number of device pages that a helper has for this instance.
 
-        These pages are for full pages of the instance's running requests. A request that migrates to the
-        instance gets none of them in advance.
+        Only full pages of the instance's running requests can be there. So a request that migrates to the
+        instance gets none of these pages in advance.
         """
         if not self.modules.part.share:
             return 0
@@ -354,9 +354,9 @@ class Instances:
         return None
 
     def lacks_stage(self, role: Role, other: Role) -> bool:
-        """Return whether `role` can do a stage that `other` cannot, and no instance is there for that stage.
+        """Return whether `role` can do a stage that `other` cannot, and that no instance does now.
 
-        Expected instances count as there.
+        Instances that are expected to register count as if they did the stage now.
         """
         return any(
             self._settings.can(role, stage) and not self._settings.can(other, stage) and self.lacks(stage)

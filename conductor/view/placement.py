@@ -41,7 +41,7 @@ class Placement(NamedTuple):
     num_local_blocks: int
     """The number of the prompt's leading blocks that `prefill` holds, or will hold at the prompt's turn."""
     num_coming_blocks: int
-    """The number of `num_local_blocks` that earlier prompts have yet to compute: the last ones.
+    """The number of blocks at the end of the local prefix that earlier prompts have yet to compute.
 
     `0 <= num_coming_blocks <= num_local_blocks`
     """

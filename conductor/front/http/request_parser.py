@@ -1,8 +1,8 @@
 """Requests of one connection: from bytes to heads and bodies, without IO.
 
-The parser, httptools, cannot be stopped within the bytes that it gets. So it gets pieces, and a piece ends at
-the end of a request. The only exception is a piece in which a chunked body ends: a few requests may follow
-the body in that piece.
+The parser, httptools, cannot be stopped within the bytes that it gets. So it gets pieces, and no piece goes
+beyond the current request. The only exception is a piece in which a chunked body ends: a few requests may
+follow the body in that piece.
 
 Owns: bytes that are not parsed yet, the progress of the latest request, the longest head. Does not know:
 responses, deadlines.

@@ -44,8 +44,8 @@ class Lifetimes:
     def shares_left(self, num_iterations: float) -> Floats:
         """Return the share of decodes that last for at least `num_iterations` more, by age in buckets.
 
-        The last entry is for ages that no decode has reached: such a decode is expected to last for the mean
-        length once more.
+        The last entry is for ages that no decode has reached. A decode of such an age is assumed to end at a
+        random moment within one mean length from now.
         """
         num_later = int(num_iterations / BUCKET_ITERATIONS)
         shares = self._shares.get(num_later)
@@ -63,7 +63,7 @@ class Lifetimes:
         return num_buckets < len(lasted) and lasted.item(num_buckets) == len(self._latest)
 
     def shares_as_old(self, num_iterations: Floats) -> Floats:
-        """Return the shares of decodes that last at least `num_iterations` iterations.
+        """Return for each entry of `num_iterations` the share of decodes that lasted for at least so many.
 
         At least one decode must have ended.
         """
