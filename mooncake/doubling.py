@@ -5,8 +5,7 @@ Owns: the count at which the next line is due. Does not know: the line.
 
 
 class Doubling:
-    """The counts of events at which a line is logged: `first`, then each time twice the count at the line
-    before."""
+    """A schedule of log lines: one at the count `first`, and another one whenever the count has doubled."""
 
     def __init__(self, first: int) -> None:
         self._next = first

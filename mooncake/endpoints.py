@@ -2,7 +2,7 @@
 
 A name means its IPv4 addresses, or its IPv6 addresses if it has no IPv4 address.
 
-TCP alone notices after a quarter of an hour that the other end has vanished without a word, and never if
+If the other end vanishes without a word, TCP alone notices it after a quarter of an hour, and never if
 nothing is sent. The ZeroMQ sockets that are prepared here give up such a connection after some seconds, and
 look up the name again.
 
@@ -51,8 +51,10 @@ def _prepare(either: "zmq.Socket[Any]", endpoint: str) -> None:
 
 
 def advertised(endpoint: str, bound: str) -> str:
-    """Return the endpoint that other processes get: `endpoint`, with the port of `bound` in place of a port
-    `*`."""
+    """Return the endpoint that other processes get: `endpoint`, with the actual port instead of `*`.
+
+    `bound` is the endpoint to which the socket is bound, with the actual port.
+    """
     place, _, port = endpoint.rpartition(":")
     return f"{place}:{bound.rpartition(':')[2]}" if port == _ANY_PORT else endpoint
 

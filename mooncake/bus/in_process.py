@@ -51,7 +51,7 @@ class InProcessLink(Generic[Outgoing, Incoming]):
         self._outgoing.put_nowait(message)
 
     least_epoch = 0
-    """The least epoch that is accepted: 0, as no Conductor but the one in this process exists."""
+    """The least epoch that is accepted: 0, as the Conductor in this process is the only one."""
 
     async def follow(self) -> None:
         """Wait for ever: no other Conductor takes the place of the one in this process."""

@@ -215,8 +215,8 @@ class Dealer(_Socket[Incoming]):
     def move_to(self, endpoint: str) -> None:
         """Connect to another `Router`, or anew to the same one.
 
-        Unread messages of the former `Router`, and messages to it that have not left, are dropped. The count
-        of connections begins again. Raises ConfigError.
+        Unread messages of the former `Router` are dropped, and so are unsent messages to it. The count of
+        connections begins again. Raises ConfigError.
         """
         if self.endpoint is not None:
             self._socket.disconnect(self.endpoint)

@@ -1,8 +1,8 @@
 """A trial run of the programs that a model contains, in a process of its own with limits.
 
-A chat template is such a program: compiling it, which computes its constants, or rendering a greeting can
-take unbounded memory and time, and Jinja's sandbox bounds neither. A tokenizer's normalization and decoding
-are programs too: a few replacements in a row make gigabytes of a word.
+A chat template is such a program. Compiling it, which computes its constants, can take unbounded memory and
+time, and so can rendering a greeting: Jinja's sandbox limits neither. A tokenizer's normalization and
+decoding are programs too: a few replacements in a row can turn a word into gigabytes.
 
 Owns: this process and its limits. Does not know: where the programs come from, their other errors, which are
 reported when a program is used.

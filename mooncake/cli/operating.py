@@ -26,7 +26,7 @@ from mooncake.messages.workers import InstanceState, Role
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 MOST_MISSED_S = 10.0
-"""Seconds for which a front that has answered before may give no answer."""
+"""The longest silence, in seconds, of a front that has answered before."""
 
 
 _Body = TypeVar("_Body")

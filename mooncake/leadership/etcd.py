@@ -22,11 +22,11 @@ ANSWER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 5.0
 """Seconds for an answer about state, which may be large, and which etcd may be slow to write to its disk."""
 SILENCE_S = 10.0
-"""Seconds after which a silent watch is begun again, as a network that fails ends no connection. If the
-member does not answer then, the next member is asked."""
+"""Seconds of silence after which a watch is begun again, as a broken network does not close a connection.
+If the member does not answer then, the next member is asked."""
 _NO_ANSWER = (httpx.HTTPError, ssl.SSLError)
-"""The errors that count as no answer. httpx does not translate the SSLError of an alert that comes after a
-TLS 1.3 handshake without our certificate."""
+"""The errors that count as no answer. A member that demands our certificate sends an alert after the TLS 1.3
+handshake. httpx passes the SSLError of this alert on as it is."""
 _UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
 _OLD_LOGIN = "revision of auth store is old"
 _REFUSALS = ("authentication", "permission denied", "user name is empty")

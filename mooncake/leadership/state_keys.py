@@ -82,8 +82,8 @@ class StateKeys:
     async def change(self, values: Mapping[str, bytes | None]) -> None:
         """Set keys, or remove those whose value is None, all or none. To be called within `turn`.
 
-        Raises NotStoredError. Even then etcd may have made the change, or may make it until a later change is
-        made.
+        Raises NotStoredError. In that case etcd may have made the change all the same, or may still make it
+        as long as no later change is made.
         """
         changes = {f"{self._prefix}/{name}".encode(): value for name, value in values.items()}
         begun_s = time.monotonic()

@@ -150,8 +150,8 @@ def fit(points: Sequence[Point]) -> Costs:
 
 
 def _least_squares(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the factors of three features, none negative, whose weighted sum is nearest to 1: float64
-    `[3]`."""
+    """Return the factors of three features, none negative, with which each point's sum is nearest to 1:
+    float64 `[3]`. `weights` has the weight of each point's squared error."""
     roots = np.sqrt(weights)
     used = np.ones(3, np.bool_)
     while True:

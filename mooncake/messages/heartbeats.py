@@ -55,9 +55,9 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     num_requests: Count = 0
     """Requests that the instance was given and that have not ended."""
     num_awaiting_turn: Count = 0
-    """Prefilled requests among these that wait because of the batch's predicted TBT."""
+    """Prefilled requests, among `num_requests`, that wait because of the batch's predicted TBT."""
     tbt_s: Seconds | None = None
-    """The predicted TBT in seconds of all these requests in one batch; None while unknown."""
+    """The predicted TBT in seconds if all `num_requests` were in one batch; None while unknown."""
     num_prompt_tokens_left: Count = 0
     """Tokens of inlined prompts that have yet to be computed."""
     prompt_token_s: Seconds = 0.0

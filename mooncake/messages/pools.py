@@ -47,7 +47,7 @@ class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """The permission to write to pages of a decode instance's pool the blocks that this pool lacks.
+    """The permission to write blocks that a decode instance's pool lacks to named pages of this pool.
 
     Every member of the prefill group may use the grant, for its own layers or heads. A grant ends when blocks
     have arrived in all of its pages, or when it is revoked. In a tensor-parallel group each rank grants its
@@ -120,8 +120,8 @@ class PoolStats(msgspec.Struct, frozen=True):
     messenger of the part started.
 
     `integrity` says what the last check of pages and SSD slots found wrong; None if nothing. `num_orphaned`
-    is the number of pages that had another number of users than of claims at this check: such a page never
-    becomes free.
+    is the number of pages whose users and claims differed in number at this check. Such a page never becomes
+    free.
     """
 
     num_pages: Count

@@ -34,7 +34,7 @@ class HeldStep(StrEnum):
     """The step of a request of an earlier Conductor at the instance that holds it."""
 
     PROMPT = "prompt"
-    """The prefill instance has the prompt, and reports its first token later, or once more."""
+    """The prefill instance has the prompt, and will report its first token, even if it has done so before."""
     RESERVED = "reserved"
     """The decode instance has pages for the prompt, or waits for them; another instance computes the
     prompt."""

@@ -35,7 +35,7 @@ SPOKEN = Versions(27, PROTOCOL_VERSION)
 class Role(StrEnum):
     """The role of an instance. A role is a state, not a kind: an instance may get another role.
 
-    `Register.can_decode` says whether the other role may be one that decodes.
+    `Register.can_decode` says whether an instance may get a role that decodes.
     """
 
     PREFILL = "prefill"

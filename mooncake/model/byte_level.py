@@ -33,8 +33,7 @@ class ByteLevelPieces(dict[int, bytes]):
 
 
 def pieces_of(backend: Backend) -> ByteLevelPieces | None:
-    """Return the bytes of a tokenizer's tokens; None if the tokenizer decodes tokens in another way than as
-    their bytes."""
+    """Return the bytes of a tokenizer's tokens; None if the tokenizer's decoder is not byte-level."""
     kind = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     return ByteLevelPieces(backend) if kind.get("type") == "ByteLevel" else None
 

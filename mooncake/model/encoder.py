@@ -145,10 +145,10 @@ def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str])
 
 
 def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json with the splits of the tokenizer.json `fields`, and with bytes as tokens.
+    """Return the tokenizer.json `fields` with a vocabulary of single bytes, whose ids show every split.
 
-    The last byte of a piece has a token of its own, so the ids show every split. Merges would hide most
-    splits.
+    A byte at the end of a piece has another token than the same byte elsewhere. With the tokenizer's own
+    merges most splits would not show in the ids.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(byte + _END for byte in alphabet)]
@@ -183,7 +183,7 @@ def _mixed(backend: Backend) -> Iterator[str]:
 def _overlaps(added: list[AddedToken]) -> Iterator[str]:
     """Yield texts in which one added token begins within another.
 
-    An encoder finds the token of the two for which it looks first.
+    Which of the two tokens an encoder finds depends on the order in which it looks for them.
     """
     begun = {
         (token.content[:size], token.normalized): token.content

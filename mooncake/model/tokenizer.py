@@ -222,7 +222,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
     def _shorten_window(self, text: str) -> None:
-        """Drop old tokens from the window, if the tokens behind them decode to the same text alone.
+        """Drop old tokens from the window if the rest, decoded alone, gives the same end of the text.
 
         More than `_MAX_CHARS_IN_FLIGHT` characters must remain, so that an incomplete character is wholly
         inside the window.

@@ -172,8 +172,7 @@ async def _forward(
 ) -> None:
     """Put every parsed line into `queue`, then None at the end.
 
-    Of a line longer than `LONGEST_LINE_BYTES`, bytes are lost; what arrives of it later can count as another
-    line.
+    A line longer than `LONGEST_LINE_BYTES` loses bytes, and its later part may count as another line.
     """
     rest = b""
     while data := await reader.read(LONGEST_LINE_BYTES):

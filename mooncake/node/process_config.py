@@ -74,8 +74,8 @@ class MessengerProcess(_Process):
 class StageConfig(Section):
     """A worker's stage in its instance.
 
-    `endpoints`: one for each stage but the last, at which the next stage finds it. `listen_endpoint`: where
-    this stage listens, if not at its own of `endpoints`.
+    The next stage finds stage `i` at `endpoints[i]`, so the last stage has no entry. If `listen_endpoint` is
+    given, this stage listens there instead of at its own entry.
     """
 
     number: int = 0
@@ -85,8 +85,7 @@ class StageConfig(Section):
 
     @property
     def listens_at(self) -> str:
-        """The endpoint at which this stage's own socket listens; only for a stage with another one behind
-        it."""
+        """The endpoint at which this stage's own socket listens; not for the last stage."""
         return self.listen_endpoint or self.endpoints[self.number]
 
     def part_of(self, instance: str) -> str:

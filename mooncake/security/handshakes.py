@@ -47,7 +47,7 @@ class Handshakes:
         self._undecided: dict[int, float] = {}
         """Times of undecided connections by descriptor, oldest first."""
         self._num_admitted_undecided = 0
-        """Least number of undecided connections that have been admitted."""
+        """The least number of undecided connections that must have been admitted."""
 
     def on_event(self, event: int, descriptor: int, now_s: float) -> None:
         """Process an event of `zmq.EVENT_*`; events of a handshake have no `descriptor`."""

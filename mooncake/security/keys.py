@@ -131,8 +131,8 @@ class ClusterKey:
     def proof(self, label: bytes, *parts: bytes) -> bytes:
         """Return the HMAC-SHA256 of `label` and `parts`, which only holders of the key can compute: 32 bytes.
 
-        To be compared by `hmac.compare_digest`. Each part is preceded by its length, so other parts
-        with the same bytes in a row have another proof.
+        To be compared by `hmac.compare_digest`. Each part is preceded by its length, so the parts `ab` and
+        `c` have another proof than the parts `a` and `bc`.
         """
         mac = hmac.new(self._derived(b"data plane, proofs"), digestmod=hashlib.sha256)
         for part in (label, *parts):
