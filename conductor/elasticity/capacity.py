@@ -50,7 +50,7 @@ class Strain(NamedTuple):
     decode: float
 
     def of(self, role: Role) -> float:
-        """Return the strain of the stage that instances of this role do: prefill or decode."""
+        """Return the strain of the stage, prefill or decode, that instances of this role compute."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     @property

@@ -186,7 +186,7 @@ def told_place_of(instance: Instance) -> ModulesPlace:
 
 
 def is_wanted_back(owner: Instance, helper: Instance) -> bool:
-    """Return whether an operator has ordered pages of `owner` back from `helper`, which are still there."""
+    """Return whether pages of `owner` are still at `helper`, though an operator has ordered them back."""
     return owner.wanted_back_until_s is not None and owner.modules.helper == helper.name
 
 

@@ -127,7 +127,7 @@ class Pairs:
     token_transfer_s: float = 0.0
     """Seconds to send the KVCache of one token to a decode instance."""
     first_token_s: float = 0.0
-    """Seconds of a TTFT beyond those of prefill, transfer and queue."""
+    """Seconds that a TTFT takes in addition to queue, prefill and transfer."""
 
     def performance(self, sizes: Sizes, num_requests: float) -> Performance:
         """Predict the performance in a closed loop: each answer that ends is replaced by a new request.

@@ -155,8 +155,8 @@ class EventFollower:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         """Receive messages of a socket until cancelled.
 
-        A message is the last frame. Before it the SUB socket has a topic, and the ROUTER socket has the
-        peer's id.
+        The last frame has the message. The frame before it has the topic at the SUB socket, and the peer's id
+        at the ROUTER socket.
         """
         while True:
             # Queued messages come without suspending; a burst of them must not starve the event loop.

@@ -150,7 +150,7 @@ class Replication:
                 del self._copies[name]
 
     def _drop(self, holders: dict[BlockKey, NDArray[np.bool_]]) -> list[Effect]:
-        """Drop the blocks of each copy that have become cold."""
+        """Drop the cold blocks of each copy."""
         view = self._view
         effects = []
         num_dropped: Counter[BlockKey] = Counter()

@@ -110,7 +110,7 @@ class Inlined(NamedTuple):
     """Seconds of waiting that the prompt adds.
 
     They are its own wait for its first token, the waits of delayed requests, and the time to compute blocks
-    again that another instance will compute.
+    that another instance will compute too.
     """
 
 

@@ -213,8 +213,8 @@ class Instances:
     def expect(self, name: str, until_s: float) -> None:
         """Expect the next life of a lost instance until `until_s`, after that life has announced itself.
 
-        If no instance of this name is known, it may have been lost under an earlier Conductor. If instances
-        of an earlier Conductor are still expected, all of them are then expected until at least `until_s`.
+        An instance of an unknown name may have been lost under an earlier Conductor. So if instances of an
+        earlier Conductor are still expected, the wait for all of them then lasts until `until_s` at least.
         """
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)

@@ -98,8 +98,8 @@ class _Socket(Generic[Incoming]):
     def _look(self) -> None:
         """Wake the receiver if a message is there.
 
-        libzmq's descriptor signals the arrival of a message once, and not at all if a call to the socket has
-        noticed the message before.
+        The look is needed because libzmq's descriptor gives no signal for a message that an earlier call to
+        the socket has noticed.
         """
         if self._is_awaited() and self._has_message():
             self._wake()
@@ -187,9 +187,9 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """A socket that connects under `identity` to the `Router` with the same `key`, as soon as the `Router`
-    exists.
+    """A socket with the identity `identity` that connects to the `Router` with the same `key`.
 
+    It connects as soon as the `Router` exists, and connects again after each break of the connection.
     Without an endpoint the socket is connected by `move_to`.
     """
 

@@ -22,7 +22,7 @@ from mooncake.node.process import LOG_LEVEL_VARIABLE, STATUS_FD_VARIABLE, Alive,
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
-"""Seconds of the first and of the longest pause before a process is restarted."""
+"""The longest pause in seconds before a process is restarted. The first pause has `FIRST_BACKOFF_S`."""
 NUM_LAST_LINES = 20
 """The number of last lines that are shown of a failed process's output."""
 LONGEST_LINE_BYTES = 1 << 14

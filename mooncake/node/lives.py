@@ -30,7 +30,7 @@ class ProcessEnd(StrEnum):
     FAILED = "failed"
     """The process failed by itself: an error, a fault, a lack of memory, or a hang for which it was ended."""
     KILLED = "killed"
-    """Another process ended it, by a signal to end or to kill."""
+    """Another process ended this one, by a signal to end or to kill."""
 
 
 class Life(NamedTuple):

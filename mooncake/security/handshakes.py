@@ -28,10 +28,10 @@ _BYTES_ACKED, _BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's s
 class Handshakes:
     """A counter of connections to one bound socket that have ended without showing the key.
 
-    libzmq reports which connection has come or gone, but not which connection has been admitted. So a
-    connection is undecided until it has gone, until all undecided connections have been admitted, or until it
-    is older than any handshake can be. Undecided connections are not counted: a burst of admitted peers may
-    hide an unauthenticated peer for that time.
+    libzmq reports which connection has come or gone, but not which connection has been admitted. So each new
+    connection is undecided. It stays undecided until it has gone, until as many connections have been
+    admitted as are undecided, or until it is older than any handshake can be. Undecided connections are not
+    counted: a burst of admitted peers may hide an unauthenticated peer for that time.
 
     libzmq reports connections that end in the middle of their handshake; the keys of their peers are unknown.
     The peers of all other connections that are counted have shown another key, or do not speak the protocol.

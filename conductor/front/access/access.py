@@ -1,4 +1,4 @@
-"""Clients' API keys: which requests are admitted, as the rate and concurrency of each key allow.
+"""Clients' API keys, and the limits of rate and concurrency with which their requests are admitted.
 
 Owns: the check of each request's key, each key's counts and their metrics. Does not know: the file's format
 (`mooncake.security.api_keys`), what requests ask for, the routes of admins (`admin_access`).
@@ -120,7 +120,7 @@ class KeyUse:
     """One HTTP request's use of its key's limits, from the request's admission to `end`."""
 
     def __init__(self, key: ApiKey, limits: KeyLimits, now_s: float) -> None:
-        """Admit a request, which counts as one choice until `take`. Raises RateLimitedError."""
+        """Admit a request. It counts as one choice until `take` sets the number. Raises RateLimitedError."""
         self.key = key
         self._limits = limits
         self._num_choices = 1

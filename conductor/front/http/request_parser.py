@@ -101,8 +101,8 @@ class RequestParser:
         self._is_cut_off = False
         """Whether the head asks for another protocol.
 
-        No other protocol is served, but httptools skips the body then. To have the body parsed, httptools
-        gets a further head, which is not reported.
+        No other protocol is served, but httptools skips the body of such a request. So httptools gets a
+        second head, which is not reported, and parses the body after it.
         """
 
     @property

@@ -29,7 +29,7 @@ _BACKLOG = 2048
 _MAX_ACCEPTED_AT_ONCE = 64
 """The most connections that are accepted before other tasks of the event loop run."""
 _RETRY_S = 0.1
-"""Seconds from a failure to accept a connection to the next try. Mostly, file descriptors are lacking."""
+"""Seconds until the next try if no connection can be accepted, mostly for lack of file descriptors."""
 _LAST_ANSWERS_S = 1.0
 """Seconds in which cancelled requests are answered with an error when the server ends."""
 log = logging.getLogger(__name__)
@@ -146,9 +146,9 @@ class HttpServer:
                 await self._loop.connect_accepted_socket(lambda: connection, accepted, ssl=self._tls)
 
     def _has_begun(self, connection: Connection, task: asyncio.Task[None]) -> None:
-        """Close the accepted socket if `task` has ended without a transport for it.
+        """Close the accepted socket if `task` has ended before it made a transport for the socket.
 
-        The task has failed, or was cancelled, perhaps before its first step.
+        In that case the task has failed, or was cancelled, perhaps before its first step.
         """
         self._handshakes.discard(task)
         connection.close_unless_made()
