@@ -95,7 +95,7 @@ class DivisionCapacity:
         return Strain((work.prefill - beyond) / max(num_prefill, _LEAST), decode)
 
     def _inlined_share(self, work: float) -> float:
-        """Return the share of its time that a decode instance can give to prompts besides its decode work.
+        """Return the share of a decode instance's time that its decode work leaves for prompts.
 
         Iterations with chunks of prompts may take a share of the TBT SLO. The chunks get the time that the
         batch leaves of this share, or none if that is too little for a chunk. Without an SLO the chunks get

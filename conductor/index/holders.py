@@ -86,7 +86,7 @@ class HolderSets:
         return after
 
     def clear(self, shard: Shard) -> None:
-        """Remove a shard from all sets. The cost grows with the number of sets, not with that of blocks."""
+        """Remove a shard from all sets. The cost grows with the number of sets, not of blocks."""
         if not any(shard.num_blocks.values()):
             return
         self.num_device_blocks -= shard.num_blocks[Tier.DEVICE]

@@ -22,7 +22,7 @@ from mooncake.messages.workers import InstanceState, Role
 WANTED_BACK_S = 600.0
 """Seconds for which an operator's order to take pages back is repeated while the owner refuses it."""
 LONG_TRY_S = 10.0
-"""Seconds from an order to its refusal from which on the owner must have tried, and preempted requests."""
+"""Seconds after which the refusal of an order means that the owner has tried, and preempted requests."""
 AGAIN_AFTER_S = 60.0
 """Seconds until an order is repeated that the owner has tried to carry out, and has refused then."""
 _ALL_BACK = ModulesPart()

@@ -53,7 +53,7 @@ class _Loss:
 
 
 class Suspicion:
-    """The losses of which running requests are suspected, and the losses that can still be reported.
+    """The losses that running requests may have caused, and the losses that can still be reported.
 
     If only one instance can take a request, `max_attempts` failed lives of that instance prove that the
     request is poison.

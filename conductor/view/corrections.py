@@ -26,7 +26,7 @@ MOST_TTFT = 1.5
 TBT_QUANTILE = 0.9
 """The share of the latest reported TBTs that are at most as high as their corrected predictions."""
 NEAR_TBT_SLO = 0.3
-"""The share of a TBT SLO from which on a batch counts as near the SLO.
+"""The least share of a TBT SLO at which a batch counts as near the SLO.
 
 Only the time that depends on the batch is compared: the batch's part of an iteration, and the part of the SLO
 that is left for it. The errors of smaller batches say little about batches at the SLO. With a larger

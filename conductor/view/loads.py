@@ -345,7 +345,7 @@ class Loads:
     def set_awaiting_turn(self, slot: int, num_awaiting_turn: int) -> None:
         """Set the number of requests that wait at the double check, from a heartbeat.
 
-        The number is limited to that of the assigned requests whose prefill has ended.
+        The number is limited to the number of assigned requests whose prefill has ended.
         """
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 

@@ -44,7 +44,7 @@ class StepDisplay:
             self._teller = threading.Thread(target=self._tell_now_and_then, name="steps", daemon=True)
 
     def show(self, step: str, done: int = 0, total: int | None = None, count: str = "") -> None:
-        """Show the step, of which `done` of `total` units are complete; `count` replaces these numbers."""
+        """Show the step, and that `done` of `total` units are complete, or the text `count` instead."""
         count = count or (f"{done} of {total}" if total else str(done or ""))
         if self._bar is not None:
             self._bar.update(self._task, description=step, completed=done, total=total or None, count=count)

@@ -25,7 +25,7 @@ class DecodeStats(msgspec.Struct, frozen=True):
     """Totals of an instance's decoding in this session.
 
     `forward_s` is the time of forward passes, draws included; `host_s` the processor time of planning and
-    sending, mostly beside the passes; `bubble_s` the time in which the device waited between two iterations;
+    sending, mostly during passes; `bubble_s` the time in which the device waited between two iterations;
     `pause_s` the time for which iterations paused while prompts were being prefilled on the same cores.
     """
 

@@ -254,8 +254,8 @@ class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
 
 
 MOVE_OUTCOMES = ("moved", "back", "slow", "lost", "refused")
-"""The outcomes of moves: modules are at the helper; they are back by order; they are back because the helper
-was slow, or was lost; the move was refused, and no module has moved."""
+"""The outcomes of moves. `moved`: modules are at the helper. `back`: they are back by order. `slow`, `lost`:
+they are back because the helper was slow, or was lost. `refused`: no module has moved."""
 PAUSE_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 """The upper bounds in seconds of the buckets of pauses; a last bucket has longer ones."""
 

@@ -21,7 +21,7 @@ class MessengerAddress(msgspec.Struct, frozen=True):
     tcp_endpoints: tuple[tuple[str, Port], ...]
     """The TCP addresses of the messenger, which are used together."""
     event_endpoints: tuple[str, str] = ("", "")
-    """The endpoint of KV events, and that of replays and snapshots."""
+    """The endpoint of KV events, and the endpoint of replays and snapshots."""
 
 
 class PoolShard(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The batches of decode instances, as values of which rules can make changed copies.
+"""The batches of decode instances, as values that rules can copy with changes.
 
 Owns: predictions for a batch with or without a request. Does not know: where the figures come from
 (`conductor.elasticity.survey`), why a request moves.

@@ -57,7 +57,7 @@ class Reception:
     last_s: float = field(init=False)
     """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)
-    """The latest attempt of which tokens have arrived, as the Conductor's epoch and the attempt's number."""
+    """The latest attempt whose tokens have arrived: the Conductor's epoch, and the attempt's number."""
     token_ids: list[int] = field(default_factory=list)
     """The tokens that have arrived in order."""
     early: list[TokenOutput] = field(default_factory=list)

@@ -39,7 +39,7 @@ from mooncake.security.api_keys import ApiKey
 MAX_BRIEF_BYTES = 8192
 """The most bytes of a body that is read in the event loop.
 
-Reading a longer body there takes milliseconds, by which all streams would be late.
+Reading a longer body there takes milliseconds, and would delay all streams by as much.
 """
 _MAX_SHORT_BYTES = 1 << 18
 """The most bytes of a body in the queue of short bodies."""

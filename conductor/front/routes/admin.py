@@ -35,7 +35,7 @@ from mooncake.messages.workers import Role
 
 MOST_HEADS = 1 << 16
 MODULES_SINCE = 28
-"""The protocol version from which on a Conductor moves modules."""
+"""The first protocol version of Conductors that move modules."""
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
