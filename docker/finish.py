@@ -15,9 +15,9 @@ REQUESTS = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 
 
 def num_requests(url: str) -> float:
-    """Return the number of requests at the front. The certificate of `url` is not verified.
+    """Return the number of requests at the front.
 
-    The certificate does not name the loopback address.
+    The certificate of `url` is not verified, because it does not name the loopback address.
     """
     context = ssl._create_unverified_context() if url.startswith("https:") else None
     with urllib.request.urlopen(url, timeout=4, context=context) as answer:

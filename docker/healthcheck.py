@@ -1,6 +1,7 @@
-"""The health check of a container, by the Conductor's or the instance's `/ready`.
+"""The health check of a container: it exits with 0 if the container's process serves.
 
-Exits with 0 if it serves.
+It asks the process for `/ready`. A Conductor in a container of its own is asked for `/health` instead: it is
+ready only when its instances have registered, and these wait until it is healthy.
 """
 
 import os

@@ -1,6 +1,7 @@
 """A generator of the chart's schema: `python docker/helm/generate.py` writes it, and it is checked in.
 
-The schema is schema.yaml with the configuration keys of mooncake-serve, except for keys that the chart sets.
+The schema is that in schema.yaml, extended by the configuration keys of mooncake-serve. Keys that the chart
+sets itself are left out.
 """
 
 import json
@@ -44,7 +45,7 @@ def rendered() -> str:
 
 
 def _without_titles(node: Any) -> Any:
-    """Return a schema without what Helm does not need: titles, which repeat the key, and defaults."""
+    """Return a schema without its titles, defaults and formats, because Helm does not use them."""
     if isinstance(node, list):
         return [_without_titles(each) for each in node]
     if not isinstance(node, dict):

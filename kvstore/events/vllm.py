@@ -72,12 +72,14 @@ class VllmPublisher(Publisher):
       cluster key. The number of peers, and the bytes that each sends, are bounded (`OpenPeers`).
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.
-    - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads
-      integers; not all routers read bytes, and routers that read bytes shorten them differently.
+    - A hash is a 64-bit integer made of the last 8 bytes of a key, because vLLM sends such integers by
+      default. Every router reads integers. Not all routers read bytes, and routers that read bytes shorten
+      them differently.
     - A block whose tokens are not known is announced by its hash alone, without tokens and with block size 0,
       as vLLM announces blocks that it offloads. Routers apply such an event to a block that they know, as
       moved to another tier, and skip it otherwise: they are never told a wrong prefix.
-    - A life begins with `AllBlocksCleared`: numbers begin anew, and earlier events may not hold any more.
+    - The first event of each messenger process is `AllBlocksCleared`: batch numbers restart at 0, and
+      followers must forget all earlier events.
     - A replay from a number before the oldest kept batch begins with that batch, and the batches' numbers
       show it. There is no snapshot in this format.
     """

@@ -1,4 +1,4 @@
-"""Order of eviction: the three policies of Mooncake's Table 1, as one number a page.
+"""Order of eviction: the three policies of Mooncake's Table 1. Each policy gives each page one number.
 
 LRU          the block that was not used for the longest time
 LFU          the block used least often; of equals, the block that was not used for the longest time
@@ -46,8 +46,8 @@ def coldest(
 def unprotected(chosen: list[int], tenants: Array, num_disposable: Array) -> list[int]:
     """Return the `chosen` pages that can be evicted while every tenant keeps its protected share.
 
-    `chosen` and the result are in order, coldest first. `tenants` are the numbers of the pages' tenants. Of
-    each tenant `num_disposable[tenant]` pages may be evicted.
+    `chosen` and the result are in order, coldest first. `tenants` are the numbers of the pages' tenants. At
+    most `num_disposable[tenant]` pages of each tenant may be evicted.
     """
     num_left = num_disposable.tolist()
     kept = []

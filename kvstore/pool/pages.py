@@ -4,7 +4,7 @@
                 |            |
                 +------------+--> QUARANTINED --> FREE
                 |
-                +--> FREE     (a private page, one whose write was given up, or whose key is sealed elsewhere)
+                +--> FREE     (the page is private, its write was given up, or its key is sealed elsewhere)
 
 A process may die between any two writes to the table. So each transition writes its fields in a fixed order:
 

@@ -28,13 +28,13 @@ _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
 """The most bytes that are received together with a header.
 
-They suffice for small messages, and little of a large payload has to be copied.
+This is enough for small messages. At most this many bytes of a large payload have to be copied.
 """
 _encoder = msgspec.msgpack.Encoder()
 
 
 def max_keys(num_layers: int) -> int:
-    """Return how many keys one message may name, with the checksums of `num_layers` layers of each."""
+    """Return the most keys that one message may name if it also has `num_layers` checksums for each key."""
     return max(1, min(MAX_KEYS, MAX_MESSAGE_BYTES // 2 // (CHECKSUM_BYTES * max(1, num_layers))))
 
 

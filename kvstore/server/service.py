@@ -115,9 +115,9 @@ class Service:
         return self._told(internal.endpoint), self._told(internal.request_endpoint)
 
     def _told(self, bound: str) -> str:
-        """Return the endpoint of KV events that the Conductor gets for the local endpoint `bound`.
+        """Return the endpoint by which the Conductor connects to the local endpoint `bound` of KV events.
 
-        It has the address by which other hosts reach this host.
+        A TCP endpoint gets the address by which other hosts reach this host.
         """
         if not bound.startswith("tcp://"):
             return bound
@@ -323,9 +323,9 @@ def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:
 
 
 def _reached_at(settings: MessengerConfig, listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
-    """Return the address of each of `settings.hosts` for other messengers.
+    """Return a (host, port) pair for each of `settings.hosts`, by which other messengers connect.
 
-    One listener may serve all hosts.
+    If there is only one listener, all pairs have its port.
     """
     ports = [listener.getsockname()[1] for listener in listeners]
     return list(zip(settings.hosts, ports if len(ports) > 1 else ports * len(settings.hosts), strict=True))

@@ -20,7 +20,7 @@ class SessionFetches:
     Args:
         store: The store of the blocks.
         tasks: The task group of the session.
-        send: Sends messages to the user, with the number of layers that have arrived.
+        send: Sends the user a message that says how many layers have arrived.
         wake: Wakes the sends of a reservation when layers have arrived.
     """
 

@@ -143,10 +143,11 @@ class Store:
     async def settle(self) -> None:
         """Move the segment into huge pages, lock it in memory, and then register it for RDMA.
 
-        The segment is locked as far as the kernel allows. Registered memory cannot be moved any more, and
-        huge pages are registered fast. The work goes on beside requests, and takes minutes in a large
-        segment. Without RDMA cards no request waits for this work, which then pauses after each chunk for as
-        long as the chunk took. Raises ConfigError if RDMA is demanded and the segment cannot be registered.
+        The segment is locked as far as the kernel allows. RDMA comes last, because registered memory cannot
+        be moved any more, and because huge pages are registered fast. The work runs while requests are
+        served, and takes minutes in a large segment. On a machine without RDMA cards it is not urgent: there
+        it pauses after each chunk for as long as the chunk took. Raises ConfigError if RDMA is demanded and
+        the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = was_moved = True

@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 _GONE = (FREE, QUARANTINED)
 """The states of slots whose block cannot be found."""
 _USES = 1 << 62
-"""Last uses are read from a slab modulo this number.
+"""The modulus for last uses that are read from a slab.
 
-A damaged slab may give any number, and the disk counts on from the largest last use.
+The disk continues to count from the slab's largest last use. A damaged slab may have any number there, and
+the count must not overflow.
 """
 _FIRST_PAUSE_S = 1.0
 """Seconds for which a disk is suspended after its first failure."""

@@ -83,9 +83,10 @@ class Mover:
         self._max_demotions = max_demotions
         self._promotion_timeout_s = promotion_timeout_s
         self._demoting: set[int] = set()
-        """Pages that are being demoted and count as soon free.
+        """Pages that are being demoted, and that the mover expects to become free soon.
 
-        A page whose disk takes longer than `promotion_timeout_s` is taken out; its demotion goes on.
+        If a demotion takes longer than `promotion_timeout_s`, its page is removed from this set, and the
+        demotion continues.
         """
         self._is_pausing = False
         """Whether the mover pauses, because no disk took a block."""

@@ -234,8 +234,8 @@ class Send:
     def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
         """Yield an entry for each layer of a range. Raises TransferError for a damaged page.
 
-        An entry has one layer only, as in one of the two pools other heads lie between the sent heads of two
-        layers.
+        Each entry has only one layer. At least one of the two pools has further heads, and their bytes lie
+        between the sent heads of one layer and those of the next layer.
         """
         segment, granted, part = self._segment, r.target.page, self._segment.layout.head_positions(heads)
         checksums = self._pool.table.checksums(r.page, r.layers)

@@ -79,11 +79,11 @@ def place_blocks(
 
     Args:
         keys: The keys of the request's leading blocks.
-        tokens: The tokens to place: whole blocks, or whole pages. A page with tokens outside this range is
-            None.
+        tokens: The tokens to place: whole blocks, or whole pages. A placed block has None in place of a page
+            with tokens outside this range.
         pages: The engine's pages of the request, from its first token on.
         block_size: The tokens of a block of the pool.
-        page_tokens: The tokens of a page. Either of `block_size` and `page_tokens` is a multiple of the
+        page_tokens: The tokens of a page. One of `block_size` and `page_tokens` is a multiple of the
             other.
     """
     numbers = range(tokens.start // block_size, -(-tokens.stop // block_size))

@@ -57,7 +57,10 @@ class _Search:
     result: "Future[FoundPrefix]"
 
     def end(self) -> None:
-        """End the search. Its lease ends at once, or as soon as a pending search has taken it."""
+        """End the search, and the lease that the search has taken.
+
+        If the search is pending, its lease ends as soon as the search has taken it.
+        """
         self.result.add_done_callback(_end_found)
 
 
@@ -78,7 +81,7 @@ class _Tracked:
     has_stored: bool = False
     """Whether a store of a block of the request was planned and may be in progress."""
     may_load: bool = True
-    """Whether no load of the request has failed. After a failure the pool is not searched again."""
+    """Whether the pool may be searched for the request: False after a load of the request has failed."""
 
 
 class SchedulerSide:

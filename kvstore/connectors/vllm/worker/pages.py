@@ -26,8 +26,10 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Orders(NamedTuple):
-    """The orders of n pieces: piece i has the order `table[rows[i]]`; `table` is contiguous
-    `[row, element]`."""
+    """The orders of n pieces. Piece i has the order `table[rows[i]]`.
+
+    `table` is a contiguous array `[row, element]`.
+    """
 
     table: Order
     rows: Rows
@@ -92,8 +94,10 @@ class EnginePages:
 
 
 class _Pieces:
-    """The pieces of some layers of blocks: addresses in pages and staged blocks, and the order at either
-    side."""
+    """The pieces of some layers of blocks.
+
+    Each piece has an address and an order in its page, and an address and an order in its staged block.
+    """
 
     def __init__(
         self, engine: EnginePages, layers: range, blocks: Sequence[PlacedBlock], staged: np.ndarray[Any, Any]
