@@ -155,7 +155,10 @@ def _listeners(machine: Machine) -> list[Listener]:
 
 
 def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address that `raw` is in the kernel's form: 32-bit words in the processor's byte order."""
+    """Return the IP address that the kernel shows as the bytes `raw`.
+
+    `raw` has 32-bit words in the processor's byte order.
+    """
     words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
     return ipaddress.ip_address(b"".join(words))
 

@@ -37,7 +37,7 @@ With a larger MTU the TCP window limits segments.
 """
 _IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux that Python does not name
 _TCP_HEADER_BYTES = {socket.AF_INET: 20 + 20 + 12, socket.AF_INET6: 40 + 20 + 12}
-"""Bytes of the TCP header with the IP header and the time stamps, by address family."""
+"""Bytes of the IP header, the TCP header and the TCP time stamps together, by address family."""
 _ICMP_HEADER_BYTES = {socket.AF_INET: 20 + 8, socket.AF_INET6: 40 + 8}
 
 

@@ -1,8 +1,9 @@
 // The catalogue of a shared segment: in which page a sealed block is, for readers on the same host.
 //
-// A reader holds nothing, and eviction does not wait for it. It notes the generation of the page, copies, compares the bytes
-// with their checksums, and then looks whether the block is there still, in that generation: the owner takes the
-// seal away before the page may be written again. Bytes copied from another block are worth nothing.
+// A reader takes no lock or lease, and eviction does not wait for readers. A reader notes the generation of the page,
+// copies the block, and compares the bytes with their checksums. Then it checks that the page still has the block, in
+// the same generation: the owner unseals a page before the page may be written again. If the check fails, the reader
+// drops the copied bytes.
 #include <atomic>
 
 #include "layers.h"
@@ -12,13 +13,15 @@ namespace {
 constexpr size_t kKeyBytes = 16, kPlaces = 4, kLooked = 2 * kPlaces, kNowhere = ~size_t{0};
 constexpr uint8_t kSealed = 2;
 
-// Arrays with one entry for each page, written by the owner of the segment. Bytes of keys are random.
+// Arrays with one entry for each page, written by the owner of the segment. Keys are hashes, so that their first bytes
+// serve as hash values.
 struct Catalogue {
     const uint8_t* states;
     const uint32_t* generations;
     const uint8_t* keys;
     const uint64_t* checksums;  // of each layer
-    uint32_t* places;           // kPlaces for each page: hints to pages, plus one; those of a key begin at its hash
+    uint32_t* places;           // hints: kPlaces for each page. A hint is a page number plus one; 0 is no hint.
+                                // The hints for a key begin at the place that its first bytes give.
     uint64_t num_pages, num_layers;
 };
 
@@ -47,7 +50,8 @@ inline size_t find_page(const Catalogue& catalogue, const uint8_t* key) {
 
 constexpr size_t kStreamedBytes = 512 * 1024;
 
-// Returns whether the hint is of no use: it does not lead to a sealed block, or not from that block's key.
+// Returns whether the hint may be overwritten: its page has no sealed block, or a search for that block's key does not
+// come to this hint.
 bool is_stale(const Catalogue& catalogue, const uint32_t& hint) {
     const size_t page = size_t{hint} - 1;
     if (page >= catalogue.num_pages || catalogue.states[page] != kSealed) return true;
@@ -56,7 +60,8 @@ bool is_stale(const Catalogue& catalogue, const uint32_t& hint) {
     return true;
 }
 
-// Returns whether these layers of the block were there, intact, until the last of them had been copied.
+// Copies layers of a block. Returns whether the block was found, the copied bytes match their checksums, and the page
+// still held the block after the last layer was copied.
 bool copy_block(const Catalogue& catalogue, const uint8_t* key, const uint8_t* pages, size_t page_stride,
                 size_t first_layer, size_t num_layers, size_t layer_bytes, uint8_t* target, uint64_t* checksums) {
     const size_t page = find_page(catalogue, key);
@@ -78,7 +83,8 @@ bool copy_block(const Catalogue& catalogue, const uint8_t* key, const uint8_t* p
 
 }  // namespace
 
-// Makes the sealed blocks in these pages findable. Of very many blocks with like keys some stay hidden.
+// Enters the sealed blocks in these pages, so that readers find them. If more than kLooked keys have their hints at the
+// same places, some of their blocks are not found.
 extern "C" void note_pages(const Catalogue* catalogue, const int64_t* pages, size_t num_pages) {
     for (size_t n = 0; n < num_pages; n++) {
         const uint8_t* key = catalogue->keys + pages[n] * kKeyBytes;
@@ -98,8 +104,8 @@ extern "C" size_t count_blocks(const Catalogue* catalogue, const uint8_t* keys, 
     return num_found;
 }
 
-// Copies layers of each block to its target, with their xxh3-64 behind each other in `checksums`. Returns whether
-// all of them are there now, intact. `layer_bytes` is more than 240.
+// Copies layers of each block to its target, and writes the xxh3-64 of all layers to `checksums`, block after block.
+// Returns whether all blocks were copied intact. `layer_bytes` must be more than 240.
 extern "C" int read_blocks(const Catalogue* catalogue, const uint8_t* keys, size_t num_blocks, const uint8_t* pages,
                            size_t page_stride, size_t first_layer, size_t num_layers, size_t layer_bytes,
                            uint8_t* const* targets, uint64_t* checksums) {

@@ -1,4 +1,4 @@
-// xxh3-64 of each layer of a block, alone, while the block is copied, or while it comes off a socket.
+// The xxh3-64 of each layer of a block, computed alone, while the block is copied, or while it is received.
 #include <sched.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -15,8 +15,9 @@ int64_t now_ns() {
     return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
 }
 
-// The block arrives from its start on: `num_there` bytes are there, of which `num_hashed` have been hashed
-// before. `state` is that of the layer in between. Returns how many have been hashed now.
+// Hashes the bytes of a block that have arrived since the last call. The first `num_there` bytes of the block are
+// there, and the first `num_hashed` bytes were hashed before. `state` keeps the hash of a layer that is not complete.
+// Returns how many bytes are hashed now.
 size_t hash_there(const uint8_t* block, size_t layer_bytes, size_t num_hashed, size_t num_there,
                          uint64_t (&state)[8], uint64_t* digests) {
     while (num_hashed < num_there) {
@@ -37,7 +38,7 @@ size_t hash_there(const uint8_t* block, size_t layer_bytes, size_t num_hashed, s
 
 }  // namespace
 
-// `layer_bytes` is more than 240.
+// Writes the xxh3-64 of each layer to `digests`. `layer_bytes` must be more than 240.
 extern "C" void hash_layers(const uint8_t* block, size_t layer_bytes, size_t num_layers, uint64_t* digests) {
     for (size_t i = 0; i < num_layers; i++) {
         Layer layer(block + i * layer_bytes, layer_bytes);
@@ -46,14 +47,16 @@ extern "C" void hash_layers(const uint8_t* block, size_t layer_bytes, size_t num
     }
 }
 
+// Does what `hash_there` does.
 extern "C" size_t hash_arrived(const uint8_t* block, size_t layer_bytes, size_t num_hashed, size_t num_there,
                                uint64_t (*state)[8], uint64_t* digests) {
     return hash_there(block, layer_bytes, num_hashed, num_there, *state, digests);
 }
 
-// Receives from a stream socket until `num_wanted` bytes of the block are there, `num_there` of them already, and
-// hashes them while they are in the processor's cache; at most `patience_ns` longer once it has had to wait. The
-// result is how many are there now, or the negative errno if none came (0: the end of the stream).
+// Receives from a stream socket until `num_wanted` bytes of the block are there, and hashes the bytes while they are
+// in the processor's cache. `num_there` bytes are there before the call. The call ends early `patience_ns` after it
+// first had to wait. Returns how many bytes are there now. If no byte came, returns the negative errno, or 0 at the
+// end of the stream.
 extern "C" ssize_t receive_layers(int fd, uint8_t* block, size_t layer_bytes, size_t num_there, size_t num_wanted,
                                   int64_t patience_ns, size_t* num_hashed, uint64_t (*state)[8],
                                   uint64_t* digests) {
@@ -79,13 +82,14 @@ extern "C" ssize_t receive_layers(int fd, uint8_t* block, size_t layer_bytes, si
     return num_there;
 }
 
+// Copies the layers of one block, and writes their xxh3-64 to `digests`. A `streaming` copy bypasses the caches.
 extern "C" void copy_layers(uint8_t* target, const uint8_t* source, size_t layer_bytes, size_t num_layers,
                             uint64_t* digests, int streaming) {
     Copier copier(target, streaming);
     for (size_t i = 0; i < num_layers; i++) digests[i] = copy_layer(copier, source + i * layer_bytes, layer_bytes);
 }
 
-// One layer of each of several blocks, which lie anywhere.
+// Copies one layer of each of several blocks, from and to any addresses, and writes their xxh3-64 to `digests`.
 extern "C" void copy_scattered(uint8_t* const* targets, const uint8_t* const* sources, size_t layer_bytes,
                                size_t num_blocks, uint64_t* digests) {
     for (size_t i = 0; i < num_blocks; i++) copy_layers(targets[i], sources[i], layer_bytes, 1, digests + i, false);

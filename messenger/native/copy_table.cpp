@@ -1,8 +1,9 @@
-// The copy table of a shared segment: which grants its pages are open for, and which peers copy to them now.
+// The copy table of a shared segment: the open grants, and the grants that peers are copying to now.
 //
-// One word for each side of the handshake that keeps pages from being reused under a copy: a copier writes the
-// grant into its slot and then looks whether the grant is still open; the owner closes the grant first and then
-// looks at the slots. At least one of both sees the other: the order is that of sequential consistency.
+// The table keeps a page from being reused during a copy. A copier first writes the grant into its slot, and then
+// checks that the grant is still open. The owner first closes the grant, and then checks the slots. All of these
+// accesses are sequentially consistent. So either the copier sees that the grant is closed, or the owner sees the
+// copier.
 #include "layers.h"
 
 #include <sys/socket.h>
@@ -15,11 +16,11 @@ constexpr size_t kSlots = 64, kGrants = 128;
 constexpr size_t kStreamedBytes = 512 * 1024;
 constexpr uint64_t kOccupied = uint64_t{1} << 63;
 
-// All zeros: no slot is taken, no grant is open. Grants are kept as their id plus one.
+// In a table of zeros no slot is taken and no grant is open. An entry for a grant is the id of the grant plus one.
 struct CopyTable {
     struct {
-        std::atomic<uint64_t> copied;  // the grant that the slot's process is copying to
-        std::atomic<uint64_t> owner;   // the token that the slot is given for, with kOccupied once it is taken; 0: free
+        std::atomic<uint64_t> copied;  // the grant that the slot's process is copying to; 0: none
+        std::atomic<uint64_t> owner;   // the slot's token; kOccupied is set while a process has the slot; 0: free
     } slots[kSlots];
     std::atomic<uint64_t> grants[kGrants];
 };
@@ -39,20 +40,20 @@ uint64_t copiers(const CopyTable* copy_table, uint64_t word) {
 
 // -- the owner of the segment --
 
-// Returns whether the grant is open now: its entry may be taken by another.
+// Opens a grant. Returns whether it is open now: False if another open grant has its entry.
 extern "C" int open_grant(CopyTable* copy_table, uint64_t grant) {
     uint64_t closed = 0;
     return copy_table->grants[grant % kGrants].compare_exchange_strong(closed, grant + 1);
 }
 
-// No copy begins after this. The result has a bit for each slot that is copying still.
+// Closes a grant, so that no copy to it begins any more. Bit i of the result is set if slot i is still copying to it.
 extern "C" uint64_t close_grant(CopyTable* copy_table, uint64_t grant) {
     uint64_t open = grant + 1;
     copy_table->grants[grant % kGrants].compare_exchange_strong(open, 0);
     return copiers(copy_table, grant + 1);
 }
 
-// Closes all grants.
+// Closes all grants. Bit i of the result is set if slot i is still copying.
 extern "C" uint64_t close_all(CopyTable* copy_table) {
     for (auto& grant : copy_table->grants) grant = 0;
     return ~copiers(copy_table, 0);
@@ -63,7 +64,7 @@ extern "C" int is_copying(const CopyTable* copy_table, size_t slot, uint64_t gra
     return copy_table->slots[slot].copied == grant + 1;
 }
 
-// Returns one more than the grant that the slot's process is copying to; 0: none.
+// Returns the id plus one of the grant that the slot's process is copying to; 0: none.
 extern "C" uint64_t copied_to(const CopyTable* copy_table, size_t slot) { return copy_table->slots[slot].copied; }
 
 extern "C" uint64_t owner_of(const CopyTable* copy_table, size_t slot) { return copy_table->slots[slot].owner; }
@@ -73,7 +74,8 @@ extern "C" void give_slot(CopyTable* copy_table, size_t slot, uint64_t token) {
     copy_table->slots[slot].owner = token;
 }
 
-// Returns whether no process has the slot; nor will one with the token of then.
+// Returns whether the slot is free. A slot whose process has not taken it yet becomes free, and can no longer be taken
+// with its present token.
 extern "C" int is_vacant(CopyTable* copy_table, size_t slot) {
     uint64_t owner = copy_table->slots[slot].owner;
     return owner == 0 || (!(owner & kOccupied) && copy_table->slots[slot].owner.compare_exchange_strong(owner, 0));
@@ -81,16 +83,16 @@ extern "C" int is_vacant(CopyTable* copy_table, size_t slot) {
 
 // -- peers that copy --
 
-// Occupies the slot. Returns whether it is still given for this token.
+// Takes the slot. Returns whether that was possible: False if the slot is no longer given to this token.
 extern "C" int occupy_slot(CopyTable* copy_table, size_t slot, uint64_t token) {
     return copy_table->slots[slot].owner.compare_exchange_strong(token, token | kOccupied);
 }
 
 extern "C" void leave_slot(CopyTable* copy_table, size_t slot) { copy_table->slots[slot].owner = 0; }
 
-// Copies the layers of all slices into granted pages and compares their xxh3-64 with `expected`. -1 unless all are
-// there, intact, and the grant was open all the time; else `word` is sent over `fd` at once, and this is how many
-// of its bytes have left. `layer_bytes` is more than 240.
+// Copies the layers of all slices into granted pages, and compares their xxh3-64 with `expected`. Returns -1 if a layer
+// is damaged, or if the grant was closed before the end. Otherwise sends `word` over `fd` at once, and returns how many
+// of its bytes were sent. `layer_bytes` must be more than 240.
 extern "C" ssize_t place(CopyTable* copy_table, size_t slot, uint64_t grant, uint8_t* target, const uint8_t* source,
                          const Slice* slices, size_t num_slices, size_t layer_bytes, const uint8_t* expected, int fd,
                          const uint8_t* word, size_t word_bytes) {

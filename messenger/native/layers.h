@@ -1,8 +1,8 @@
-// xxh3-64 of one layer, and copies that leave the caches alone: what all that moves blocks is made of.
+// The xxh3-64 of one layer, and copies that bypass the caches. All code that moves blocks uses these two.
 //
-// Written after the published description of XXH3 (seed 0, default secret, inputs longer than 240 bytes).
-// Copying and hashing in one pass reads memory once; large copies go around the caches (streaming stores),
-// which saves reading the target first. Bytes moved: one read and one write of the block.
+// The hash follows the published description of XXH3 (seed 0, default secret, inputs longer than 240 bytes). Copying
+// and hashing in one pass reads memory once. Large copies bypass the caches by streaming stores, so that the processor
+// does not read the target first. Bytes moved: one read and one write of the block.
 #pragma once
 
 #include <algorithm>
@@ -119,13 +119,13 @@ inline uint64_t folded(uint64_t a, uint64_t b) {
 constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
                                 kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
 
-// The hash of one layer, fed with its rounds in order.
+// The hash of one layer. `round` must be called for each round, in order, before `digest`.
 class Layer {
   public:
     Layer(const uint8_t* bytes, size_t num_bytes, const uint64_t (&state)[8] = kStart)
         : bytes_(bytes), num_bytes_(num_bytes), lanes_(state) {}
 
-    // Rounds that lie wholly before the last byte; the rest belongs to `digest`.
+    // The number of rounds that end before the last byte of the layer. `digest` hashes the rest.
     size_t num_rounds() const { return (num_bytes_ - 1) / kRound; }
 
     void round(size_t index) {
@@ -158,7 +158,7 @@ class Layer {
     Lanes lanes_;
 };
 
-// A line of memory around the caches; `line` is aligned.
+// Copies one cache line and bypasses the caches. `line` must be aligned to kStripe bytes.
 #if defined(__AVX512F__)
 constexpr bool kCanStream = true;
 inline void stream(uint8_t* line, const uint8_t* source) {
@@ -176,7 +176,7 @@ constexpr bool kCanStream = false;
 inline void stream(uint8_t*, const uint8_t*) {}
 #endif
 
-// Copies from and to any address; a `streaming` copy leaves the target out of the caches.
+// Copies bytes to consecutive addresses from `target` on. A `streaming` copy bypasses the caches.
 class Copier {
   public:
     Copier(uint8_t* target, bool streaming) : target_(target), streaming_(kCanStream && streaming) {}
@@ -187,7 +187,7 @@ class Copier {
 #endif
     }
 
-    // `source` goes on where that of the call before has ended.
+    // Copies the next bytes. `source` must begin where the source of the previous call ended.
     void copy(const uint8_t* source, size_t num_bytes) {
         if (!streaming_) return plain(source, num_bytes);
         source -= num_kept_;
@@ -211,18 +211,18 @@ class Copier {
 
     uint8_t* target_;
     bool streaming_;
-    // What is less than a line waits for the rest of it: plain stores between streaming ones take several times as
-    // long.
+    // A part of a line is kept until the line is complete, because plain stores between streaming stores take several
+    // times as long.
     const uint8_t* kept_ = nullptr;
     size_t num_kept_ = 0;
 };
 
-// Fetches a round that is read soon. It may be outside of what there is.
+// Prefetches a round that is read soon. The addresses may be outside of mapped memory.
 inline void announce(const uint8_t* round) {
     for (size_t i = 0; i < kRound; i += kStripe) __builtin_prefetch(round + i);
 }
 
-// Copies one layer; its digest is that of what was read, in the same pass in which it was written.
+// Copies one layer, and returns its xxh3-64. Each byte is hashed and written in the same pass, after it was read once.
 inline uint64_t copy_layer(Copier& copier, const uint8_t* start, size_t layer_bytes) {
     Layer layer(start, layer_bytes);
     for (size_t round = 0; round < layer.num_rounds(); round++) {

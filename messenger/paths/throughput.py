@@ -13,7 +13,7 @@ from messenger.transport.transports import PeerTraffic, Traffic, Transport
 _SAMPLE_S = 0.05
 """Seconds of traffic in one sample, so that a single late wake-up does not look like a slow path."""
 _LEAST_SAMPLE_BYTES = 1 << 20
-"""The fewest bytes of a sample, as small messages measure latency."""
+"""The fewest bytes of a sample, because the time of fewer bytes would show the latency, not the bandwidth."""
 _WEIGHT = 0.3
 """The weight of the latest sample, from 0 to 1."""
 

@@ -45,7 +45,7 @@ _NUM_RETRIES: Final = 6
 _DEAD_PEER_S: Final = 1.0
 """Seconds without an answer after which a peer counts as dead. The device times this roughly."""
 _RNR_DELAY_CODE: Final = 12
-"""The verbs' code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
+"""The verbs' code for 0.64 ms: the delay before a retry if the peer was not ready to receive."""
 _HOP_LIMIT: Final = 64
 """The most routers that a packet may pass: the kernel's default for IP."""
 _MTU_CODES: Final = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # enum ibv_mtu

@@ -164,8 +164,8 @@ def read_line(path: Path) -> str | None:
 def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: int | None) -> Choice:
     """Return the NICs, nearest first.
 
-    `slow` NICs are last. Among equals, NICs come first that share more switches with `pci_path`, and then
-    NICs of NUMA node `node`.
+    `slow` NICs are last. Among equals, NICs that share more switches with `pci_path` come first. If these are
+    equal too, NICs of NUMA node `node` come first.
     """
 
     def distance(nic: Nic) -> tuple[bool, int, bool]:

@@ -39,12 +39,13 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""Waiting acknowledgements are sent at the latest when their writes have this many bytes.
+"""Acknowledgements wait to be sent together, but no longer than until their writes have this many bytes.
 
 The sender may wait for them before it sends more.
 """
 _MOST_ACKS = 16
-"""The most acknowledgements that leave together, of writes whose bytes the sender has placed itself."""
+"""The most acknowledgements that wait to be sent together if the sender has placed the bytes of their writes
+itself."""
 _ACK = encode_frame(WriteAck())
 
 

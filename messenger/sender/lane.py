@@ -270,10 +270,10 @@ class Lane:
             self._pump()
 
     def _copied_share(self, request: LaneRequest) -> int:
-        """Return how many bytes of a turn (`_SENT_BYTES`) a copied request counts for.
+        """Return how many of the `_SENT_BYTES` of a turn a copied request uses up.
 
-        A latency request takes the whole turn, so that its caller goes on before more is copied. Bulk of
-        `frame_bytes` makes one turn.
+        A latency request uses up the whole turn, so that its caller goes on before more is copied. Bulk uses
+        up a whole turn if it has `frame_bytes` bytes, and less in proportion if it has fewer.
         """
         if request.urgency is Urgency.LATENCY:
             return _SENT_BYTES

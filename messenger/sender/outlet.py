@@ -22,10 +22,10 @@ from mooncake.errors import TransferError
 
 
 class BulkPace(NamedTuple):
-    """The most bulk transfers (those for which no request waits) in flight on a lane while transfers of the
-    latency class are expected, which must wait behind them.
+    """The limit of bulk in flight on one lane while latency requests are expected.
 
-    The limit is `piece_bytes` times the number for writes or fetches.
+    The limit is small because a latency request must wait behind bulk that is in flight on its lane. Writes
+    are limited to `piece_bytes * num_writes` bytes, fetches to `piece_bytes * num_fetches` bytes.
     """
 
     piece_bytes: int
@@ -55,7 +55,8 @@ class LaneParts:
     give_up: Callable[[str], None]
     """A function that ends the lane for a reason."""
     written: Callable[[int], None]
-    """A callback for a transfer when one of its writes is no longer in flight beside the connection."""
+    """A callback with the id of a transfer. It is called when a write of the transfer is no longer in flight
+    beside the connection."""
 
     def end(self) -> None:
         """Drop the callbacks, so that no reference cycle is left."""

@@ -16,11 +16,12 @@ from messenger.transport.transports import Path
 from messenger.wire.protocol import MAX_FRAME_BYTES
 
 BULK_WAITS_S = 0.01
-"""The most seconds for which bulk waits while latency requests are pending. Then a piece of bulk is sent
-between them."""
+"""Seconds between two pieces of bulk while latency requests are pending."""
 BULK_LETS_BY_S = 0.1
-"""The most seconds for which waiting latency requests go first. Then a piece of bulk goes, so that bulk does
-not starve."""
+"""Seconds without bulk after which a piece of bulk goes before queued latency requests.
+
+Without this limit bulk could starve.
+"""
 _WINDOW_BYTES = 8 << 20
 """A lane takes no further request of a class while this many bytes of the class are in flight on the lane."""
 _LATENCY_EXPECTED_S = 1.0

@@ -113,8 +113,9 @@ class Catalogue:
     def read(self, fetch: Fetch, views: Sequence[memoryview]) -> dict[int, bytes] | None:
         """Copy whole layers of each block to its view, and return their checksums by the block's index.
 
-        The bytes match the checksums. Returns None if a block is not found intact, or if the fetch names
-        heads, or layers that are short or not here. The contents of the views are undefined then.
+        The bytes match the checksums. Returns None if a block is not found intact, or if the fetch cannot be
+        read in place: it names heads, its layers are not in this segment, or layers have at most
+        `SHORT_LAYER_BYTES` bytes. If None is returned, the contents of the views are undefined.
         """
         layout, num_layers = self._layout, fetch.layer_end - fetch.layer_begin
         first_layer, num_blocks = fetch.layer_begin - layout.first_layer, len(fetch.keys)

@@ -30,7 +30,8 @@ from mooncake.native import load_or_do_without
 log = logging.getLogger(__name__)
 
 COPY_TABLE_BYTES = 2048
-"""Bytes of the table in the segment: 16 bytes a slot, 8 an open grant (static_assert in copy_table.cpp)."""
+"""Bytes of the table in the segment: 16 bytes for each slot, 8 bytes for each open grant (static_assert in
+copy_table.cpp)."""
 NUM_COPY_SLOTS = 64
 """The slots of a table: one bit each in the masks of copy_table.cpp."""
 _PID_BITS, _SERIAL_BITS = 32, 31

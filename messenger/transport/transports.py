@@ -205,7 +205,7 @@ class SourceLayers(Protocol):
 
 
 class Inlet:
-    """Base class of inlets. By default the bytes come beside the connection, but not with `TcpInlet`.
+    """Base class of inlets. Bytes come beside the connection, except in `TcpInlet`.
 
     Both ends of a lane have an inlet: the receiver for writes, the sender for the blocks that it fetches. The
     sender has an `Outlet` beside it (`messenger.sender.outlet`).

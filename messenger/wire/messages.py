@@ -178,11 +178,11 @@ class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
 class Write(msgspec.Struct, tag=True, frozen=True):
     """A write of bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
 
-    The write names the grant too, as it may arrive on another lane before the `Open`. `heads`: the heads
-    `[begin, end)` of the model that are sent of each layer; None if both sides have the same heads, and all
-    are sent. `is_placed`: the sender has written the bytes to their pages, and compared them with their
-    checksums. After such a write, the next write need not wait for the answer, but the end of the transfer
-    must wait for it.
+    The write names the grant too, as it may arrive on another lane before the `Open`. `heads`: the model's
+    heads `[begin, end)` whose bytes are sent; None if both sides have the same heads, and all are sent.
+    `is_placed`: the sender has written the bytes to their pages, and compared them with their checksums.
+    After such a write, the next write need not wait for the answer, but the end of the transfer must wait for
+    it.
     """
 
     transfer_id: int

@@ -1,4 +1,4 @@
-// Copies of elements whose order differs in source and target.
+// Copies between memory in which the same elements have different orders.
 #include <cstddef>
 #include <cstdint>
 
@@ -17,7 +17,8 @@ void copy(void* const* targets, const int32_t* const* target_orders, const void*
 
 }  // namespace
 
-// `num_pieces` pieces of `num_elements` each: element i goes from place `source_order[i]` to `target_order[i]`.
+// Copies `num_pieces` pieces of `num_elements` elements each. Element i of a piece goes from index
+// `source_orders[piece][i]` of its source to index `target_orders[piece][i]` of its target. `element_bytes`: 2 or 4.
 extern "C" void copy_indexed(void* const* targets, const int32_t* const* target_orders, const void* const* sources,
                              const int32_t* const* source_orders, size_t num_elements, size_t element_bytes,
                              size_t num_pieces) {
