@@ -42,7 +42,7 @@ Rounding can leave a small rest when all prompts have ended.
 """
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
-"""The assumed excess of requests on one decode instance over the mean instance, in standard deviations."""
+"""The standard deviations by which one decode instance is assumed to have more requests than the mean."""
 
 
 class Freed(NamedTuple):
@@ -266,7 +266,7 @@ class Admission:
 
         The first moment is the horizon `known_until_s`. The second one is the end of the last accepted
         prefill, but at most the duration of a mean decode after the horizon. It is left out if it is not
-        later than the horizon. None if some instance decodes nothing at each of these moments.
+        later than the horizon. None if at each of these moments some instance decodes nothing.
         """
         forecast, iteration_s = self._forecast, self._next_iteration_s()
         times_s = [known_until_s]

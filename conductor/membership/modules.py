@@ -24,7 +24,7 @@ WANTED_BACK_S = 600.0
 LONG_TRY_S = 10.0
 """Seconds after which the refusal of an order means that the owner has tried, and preempted requests."""
 AGAIN_AFTER_S = 60.0
-"""Seconds until an order is repeated that the owner has tried to carry out, and has refused then."""
+"""Seconds from the refusal of an order until it is repeated, if the owner has tried for `LONG_TRY_S`."""
 _ALL_BACK = ModulesPart()
 
 

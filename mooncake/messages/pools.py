@@ -47,7 +47,7 @@ class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """The permission to write blocks that a decode instance's pool lacks to named pages of this pool.
+    """The permission to write missing blocks of a prompt to named pages of a decode instance's pool.
 
     Every member of the prefill group may use the grant, for its own layers or heads. A grant ends when blocks
     have arrived in all of its pages, or when it is revoked. In a tensor-parallel group each rank grants its
