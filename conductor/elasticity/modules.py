@@ -98,7 +98,7 @@ class ModuleMove(NamedTuple):
 
 
 def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
-    """Return the moves that level the utilisation of devices: first returns, then moves, largest gap first."""
+    """Return the moves that level the utilisation of devices: returns, then moves, largest gap first."""
     loads = {device.name: device.used.utilisation for device in devices}
     moves = list(_returns(devices, loads, thresholds))
     settled = {name for move in moves for name in (move.owner, move.helper)}
