@@ -63,7 +63,7 @@ class AttentionShape:
         )
 
     def without(self, others: "AttentionShape") -> "AttentionShape":
-        """Return the shape of the first heads, that is of all heads except the last heads `others`."""
+        """Return the shape of the first heads, which remain without the last heads `others`."""
         return self.last(self.num_kv_heads - others.num_kv_heads)
 
 

@@ -1,4 +1,4 @@
-"""Whole layers of passes in a helper's process (BanaServe, section 4.1, figure 3).
+"""Decoder layers that a helper computes for the owner of the sequences (BanaServe, section 4.1, figure 3).
 
 Both processes have a mailbox, in which the owner of the sequences describes a pass and puts the hidden states
 that enter these layers. The helper computes the layers with its own weights, and replaces these hidden states
@@ -98,7 +98,10 @@ class LayersOwner(_LayersMailbox):
         super().__init__(library, memory, shape, wire)
         self._timeout_ms = c_int64(round(1000 * timeout_s))
         self._asked: dict[int, int] = {}
-        """Numbers of tokens of the passes whose answers were not taken yet, by the number of the pass."""
+        """Number of tokens of each pass whose answer has not been taken yet.
+
+        The key is the pass's number.
+        """
         self._num_passes = 0
 
     def ask(

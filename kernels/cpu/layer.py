@@ -250,9 +250,18 @@ def run_layers(
 ) -> torch.Tensor:
     """Return `hidden` [T, hidden_size] after these layers, each with its pages and attention.
 
-    `helped`: a helper has the last heads, or the first pages of sequences; the pass has been described to the
-    helper, and pages and attention have the other heads or pages. `owner`: the layers are computed for
-    another process, which is told when each layer is done. In all else the function is like `Layer.__call__`.
+    In all else the function is like `Layer.__call__`.
+
+    Args:
+        layers: Each layer with its pages and its attention. If `helped` is set, they lack the helper's part.
+        hidden: The states that enter the first layer.
+        slots: The token slots of the new tokens.
+        workspace: Memory for intermediate results, as in `Layer.__call__`.
+        helped: The exchange with a helper that has the last heads, or the first pages of sequences. The pass
+            must have been described to the helper (`AttentionOwner.begin`). None without such a helper.
+        owner: The mailbox of another process for which the layers are computed. That process is told when
+            each layer is done. None if the layers are computed for this process.
+
     Raises HelperLost.
     """
     first, pages, attention = layers[0]

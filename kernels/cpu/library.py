@@ -85,7 +85,7 @@ class Library:
     def be_guest(self) -> None:
         """Make the calling thread a guest (idle_cores.h).
 
-        A guest computes beside the thread that computes for this process.
+        A guest computes for another process, beside the thread that computes for this process.
         """
         self.code.be_guest()
 
@@ -97,7 +97,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The choice of CPU kernels. Without a `library` torch computes, for the `reason`."""
+    """The choice of CPU kernels. If `library` is None, torch computes, and `reason` says why."""
 
     library: Library | None
     reason: str = ""

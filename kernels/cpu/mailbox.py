@@ -27,7 +27,8 @@ class HelperLost(RuntimeError):
 class Wire(NamedTuple):
     """A connected stream socket between two mailboxes.
 
-    `timeout_s`: the most seconds for which the other side may take no bytes; None without limit.
+    If the other side takes no bytes for `timeout_s` seconds while this side sends, the exchange is closed.
+    None: there is no limit.
     """
 
     sock: socket.socket

@@ -1,7 +1,7 @@
 """A part of attention in a helper's process (moved_attention.h; BanaServe, section 4.1, figure 4).
 
 Both processes have a mailbox (`kernels.cpu.mailbox`), in which the owner of the sequences describes each pass
-and asks for each layer. The helper has one of two parts:
+and asks for the attention of each layer. The helper has one of two parts:
 
 - The last KV heads. The helper's attention reads and writes their pages. Bytes exchanged for each token and
   layer: queries, keys and values to the helper, results back. The result is, bit for bit, that of attention
@@ -10,8 +10,9 @@ and asks for each layer. The helper has one of two parts:
   sequences: the queries of all heads to the helper; results, and the logarithms L of the softmaxes'
   denominators, back.
 
-  With O and L from both processes, the attention of a head is exp(L1 - L) O1 + exp(L2 - L) O2 with
-  L = log(exp L1 + exp L2). Sums are in another order than in one process, so bits differ.
+  The owner merges the results O1 and O2 of both processes by their logarithms L1 and L2. The attention of a
+  head is exp(L1 - L) O1 + exp(L2 - L) O2 with L = log(exp L1 + exp L2). One process would add up in another
+  order, so the bits differ.
 
 Owns: the layout of a mailbox, both ends of the exchange. Does not know: processes, how memory is shared.
 """
@@ -64,7 +65,7 @@ class MailboxShape:
     num_pages: int
     """Pages of a pass at the helper, over all its sequences."""
     heads: AttentionShape
-    """The heads to which the helper attends."""
+    """The heads whose attention the helper computes."""
     dtype: torch.dtype
     has_keys: bool = False
     """Whether the helper has the first pages of sequences, with all heads; False: the last heads."""

@@ -40,7 +40,7 @@ class PageCopies:
         self._nums_pages = [
             min((len(tensor) for tensor in side), default=0) for side in zip(*self._parts, strict=True)
         ]
-        """The number of pages that all first tensors have, and the number that all second tensors have."""
+        """The fewest pages of any first tensor, and the fewest pages of any second tensor."""
         self._copy = library.code.copy_pages
         self._copy.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64)
         self.page_bytes = sum(part.num_bytes for part in self._described)
@@ -49,7 +49,7 @@ class PageCopies:
     def copy(
         self, sources: Sequence[int], targets: Sequence[int] | None = None, parts: range | None = None
     ) -> None:
-        """Copy the pages `sources` to as many pages `targets`; None: to the pages of the same numbers.
+        """Copy page `sources[i]` to page `targets[i]` for each i; without `targets`, to page `sources[i]`.
 
         `parts` are the indices of the parts to copy; None: all parts. Blocking, without the interpreter's
         lock. Raises IndexError for pages or parts that do not exist, or if the lengths differ.

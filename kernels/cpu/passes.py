@@ -19,8 +19,8 @@ _NUM_LISTS = 3
 class HostedPass:
     """A pass as its owner describes it.
 
-    Of each sequence it has the number of new tokens, the number of all tokens, and the page table, which may
-    end before the last tokens.
+    For each sequence, `query_lens` has the number of new tokens, `kv_lens` the number of all tokens, and
+    `page_tables` the page table. A page table may end before the sequence's last tokens.
     """
 
     number: int

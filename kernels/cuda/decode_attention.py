@@ -30,9 +30,9 @@ _MAX_PROGRAMS_PER_SM = 16
 _PROGRAMS_PER_SM = 4
 """Programs of one SM that keep the memory busy; an SM can run all of them at once."""
 _MOST_IMBALANCE = 1.5
-"""The largest ratio of the longest part to a part of an even division.
+"""The most keys of a part, as a multiple of the keys that each program would have in an even division.
 
-An even division gives each SM `_PROGRAMS_PER_SM` programs with equal parts.
+An even division would give each SM `_PROGRAMS_PER_SM` programs with the same number of keys.
 """
 _PART_MULTIPLE = 64
 """The length of every part is a multiple of this number.

@@ -29,7 +29,11 @@ _LEAST_SCALE = 1e-30
 _ROUNDER = 12582912.0
 """1.5 * 2^23, which rounds a small float32 to an integer when added and subtracted again."""
 _REBIAS = 2.0**120
-"""The factor between e4m3's exponents (bias 7) and float32's (bias 127), for subnormal numbers too."""
+"""2^(127 - 7): the exponent bias is 127 in float32, and 7 in e4m3.
+
+The kernels copy exponent and mantissa bits of an e4m3 number into a float32. This float32 times the factor
+is the number, also for subnormal numbers.
+"""
 
 
 class Encoding(Enum):
@@ -45,9 +49,9 @@ class Encoding(Enum):
 
 
 def bytes_moved(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, item_bytes: int) -> int:
-    """Return the bytes moved in either direction.
+    """Return the bytes that quantising moves, which are as many as dequantising moves.
 
-    Moved are the elements, the one-byte numbers, and a float32 scale for each head's K and V.
+    They are the elements, their one-byte numbers, and a float32 scale for each head's K and V.
     """
     return num_pages * num_kv_heads * 2 * (page_size * head_dim * (item_bytes + 1) + 4)
 

@@ -71,9 +71,10 @@ def hopper_kernel(device: torch.device) -> ModuleType | None:
 
 
 def flops(query_lens: list[int], kv_lens: list[int], num_heads: int, head_dim: int) -> int:
-    """Return the FLOP of the products for scores and with values, without a window.
+    """Return the FLOP of attention's two matrix products, queries by keys and weights by values.
 
-    They are 4 for each query head and each element of a visible key.
+    Each pair of a query head and a key that it sees costs 4 FLOP for each of `head_dim` elements. There is no
+    sliding window.
     """
     num_scores = sum(n * kv_len - n * (n - 1) // 2 for n, kv_len in zip(query_lens, kv_lens, strict=True))
     return 4 * num_scores * num_heads * head_dim

@@ -3,7 +3,7 @@
 A span is some consecutive new tokens of one sequence. Decode kernels take spans of one token, prefill kernels
 spans of as many as fit into a tile.
 
-Owns: the plan of a batch on the host, its checks, attention over it written out plainly. Does not know:
+Owns: the plan of a batch on the host, its checks, the torch reference of attention over spans. Does not know:
 layers, requests, devices.
 """
 
@@ -104,8 +104,9 @@ def attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention kernels' result, computed span by span in float64. Waits for the device.
 
-    Arguments are those of the kernels. Returns the result `[T, num_heads, head_dim]` in float64, zeros in the
-    rows of no span, and the natural logarithm of each softmax's denominator, float64 `[T, num_heads]`.
+    Arguments are those of the kernels. Returns the result, float64 `[T, num_heads, head_dim]`, and the
+    natural logarithm of each softmax's denominator, float64 `[T, num_heads]`. In rows that no span covers,
+    the result is 0 and the logarithm is -inf.
     """
     num_heads, head_dim = query.shape[1:]
     _, num_kv_heads, _, page_size, _ = kv_layer.shape

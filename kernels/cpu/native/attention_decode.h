@@ -60,7 +60,7 @@ ALONE void score_few(const T* query, FewMemory<T, D>& memory) {
     }
 }
 
-// Corrects HEADS heads' sums so far, and adds the weighted values.
+// Multiplies the sums of HEADS heads by their corrections (`soften_head`), and adds the weighted values.
 template <class T, int D, int HEADS>
 ALONE void add_few(int num_words, const FewMemory<T, D>& memory, float (*out)[D]) {
     constexpr int VECTORS = D / WIDTH % FEW_VECTORS == 0 ? FEW_VECTORS : 3;
@@ -99,7 +99,8 @@ INLINE void score_heads(const T* query, int num_heads, FewMemory<T, D>& memory) 
     }
 }
 
-// Corrects up to HEADS_AT_ONCE heads' sums so far, and adds the weighted values of the first `num_keys` keys.
+// Multiplies the sums of up to HEADS_AT_ONCE heads by their corrections (`soften_head`), and adds the weighted values of the first
+// `num_keys` keys.
 template <class T, int D>
 INLINE void add_values_of_heads(int num_heads, int num_keys, const FewMemory<T, D>& memory, float (*out)[D]) {
     if constexpr (ON_TILES<T>) {
@@ -117,7 +118,8 @@ INLINE void add_values_of_heads(int num_heads, int num_keys, const FewMemory<T, 
     }
 }
 
-// Turns a head's scores into weights of the values, and computes the factor for the head's sums so far.
+// Turns a head's scores into weights of the values, and computes the head's correction: the factor by which the sums over earlier
+// keys are multiplied, because the running maximum has grown.
 template <class T, int D>
 ALONE void soften_head(int head, float scale_log2, FewMemory<T, D>& memory, float& maximum, float& total) {
     float* scores = memory.scores[head];
@@ -139,7 +141,8 @@ ALONE void soften_head(int head, float scale_log2, FewMemory<T, D>& memory, floa
     memory.corrections[head] = scores[0];
 }
 
-// Attends to one block of keys, from `key` on, of which the query sees [first, last]. out[i] holds the sums of head i so far.
+// Attends to one block of keys, which begins at position `key`. The query sees the positions [first, last]. out[i] has the sums of
+// head i over the earlier blocks.
 template <class T, int D>
 INLINE void attend_few(const T* query, int num_heads, int key, int first, int last, float scale_log2, FewMemory<T, D>& memory,
                        float (*out)[D], float* maximum, float* total) {

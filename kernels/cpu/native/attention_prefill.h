@@ -26,7 +26,8 @@ struct PrefillMemory {
     alignas(64) T few_keys[ROWS_AT_ONCE<T>][D];
 };
 
-// Column c of a sequence is head `c % group` of query `c / group`. Columns of the tile behind the last one repeat it.
+// Column c of a sequence is head `c % group` of query `c / group`. If the tile goes beyond the
+// sequence's last column, its other columns repeat the last column.
 template <class T, int D>
 ALONE void load_tile(const Sequence<T, D>& s, int column, Tile<T, D>& tile) {
     const int num_columns = s.num_queries * s.group;
@@ -113,7 +114,8 @@ ALONE void load_values(const Block<T, D>& block, word* values) {
     }
 }
 
-// Corrects ROWS_AT_ONCE dimensions, from `d` on, of the sums so far, and adds the weighted values of `num_keys` keys.
+// Multiplies ROWS_AT_ONCE dimensions of the sums, from dimension `d` on, by the columns' corrections (`memory.corrections`), and
+// adds the weighted values of `num_keys` keys.
 template <class T, int D>
 ALONE void add_values(int d, int num_keys, PrefillMemory<T, D>& memory, float* out) {
     const int num_words = num_keys / PER_WORD<T>;

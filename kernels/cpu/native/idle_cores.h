@@ -34,12 +34,13 @@ using Clock = std::chrono::steady_clock;
 // The time for which a helper looks for work before it sleeps: longer than the gap between two layers of a prompt's pass.
 // Until then the helper need not be woken, and another thread that wants its core gets the core at once.
 constexpr auto LOOKING = std::chrono::milliseconds(1);
-// The caller waits for a piece twice as long as pieces take, and for this time. Then the helper counts as having lost its core.
+// A helper counts as having lost its core when the caller has waited for the helper's piece for this time, plus twice the time
+// that a piece takes.
 constexpr auto PATIENCE = std::chrono::microseconds(20);
 // The time of work after which a helper lets another thread have its core, if one waits for it.
 constexpr auto TURN = std::chrono::microseconds(50);
-// A helper that cannot run for this time has lost its core to a thread that computes. A thread that handles a message is done
-// before.
+// A helper that cannot run for this time has lost its core to a thread that computes. A thread that only handles a message needs
+// the core for a shorter time.
 constexpr auto LOST = std::chrono::milliseconds(1);
 // The niceness of helpers: other threads on a helper's core go first. But if helpers ran on idle cores alone (SCHED_IDLE), a
 // helper that has begun a piece might wait for seconds, and its caller with it: other processes can want the caller's core too.
@@ -52,8 +53,8 @@ INLINE void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 
 INLINE void wake_all(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
 
-// The pieces [first, last) of a region that no thread has taken, in one word. A helper takes a piece of the region to which the
-// word belongs at that moment, and reads afterwards what that region computes.
+// The pieces [first, last) of the present region that no thread has taken, in one word. A helper first takes a piece, and then
+// reads the region's function and argument.
 struct Left {
     uint32_t first, last;
 
@@ -64,11 +65,11 @@ struct Left {
 
 using Compute = void (*)(void* argument, long n, int step);
 
-// The rest of a helper that has lost its core. It is longer each time, unless the helper had the core for longer than it has
-// been without it now.
+// The pauses of a helper that has lost its core. Each pause is twice as long as the previous one, up to LONGEST_REST. If the helper
+// last had a core for longer than it has been without one now, the next pause is SHORTEST_REST.
 class Rest {
    public:
-    // Rests until the helper gets a core as soon as it wants one.
+    // Pauses until the helper gets a core as soon as it wants one. It lost its core at `lost`, and got one again at `found`.
     void take(Clock::time_point lost, Clock::time_point found) {
         if (lost - ended > found - lost) time = SHORTEST_REST;
         for (bool is_late = true; is_late; time = std::min(2 * time, LONGEST_REST)) {
@@ -100,8 +101,9 @@ class IdleCores {
         num_used.store(0);
     }
 
-    // Makes the calling thread a guest, which computes beside the process's own caller. Helpers keep off the core of the own caller
-    // only: if both threads had helpers moved, each region would begin with a system call for every helper.
+    // Makes the calling thread a guest, which computes for another process, beside this process's own caller. A guest does not move
+    // the helpers off its core once the caller has moved them off the caller's core. If both threads moved the helpers, each region
+    // would begin with a system call for every helper.
     void be_guest() { is_guest = true; }
 
     uint32_t placements() const { return num_placements.load(); }
@@ -202,8 +204,8 @@ class IdleCores {
         caller_sleeps.store(false);
     }
 
-    // Places helpers on the caller's core `core`, or on all other cores that the process may use: there they do not wait for the
-    // caller.
+    // Places the helpers on the caller's core `core` if `on_it`, else on all other cores that the process may use. On other cores
+    // they do not wait for the caller.
     void place_helpers(int core, bool on_it) {
         num_placements.fetch_add(1, std::memory_order_relaxed);
         cpu_set_t cores;

@@ -59,7 +59,8 @@ struct Addresses {
     long stride;
 };
 
-// The lines of each step of the next panel that a tile prefetches. All tiles of a part together prefetch the panel once.
+// The cache lines of the next panel that a tile prefetches in each of its steps: `count` lines from line `first` of the step on.
+// All tiles of a part together prefetch the panel once.
 struct Ahead {
     long first, count;
 

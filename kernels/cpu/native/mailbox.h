@@ -25,7 +25,8 @@ constexpr timespec EXCHANGE_LOOK = {0, LOOK_MS * 1'000'000};
 
 enum class Counter : uint32_t { BEGUN, ASKED, ANSWERED, COMPUTED, NONE };
 
-// The header of a message on a stream: `num_bytes` bytes follow, which one side has written at `offset`. Then `counter` is `value`.
+// The header of a message on a stream: `num_bytes` bytes follow, which the sender has written at `offset` of its
+// mailbox. With them `counter` becomes `value`.
 struct Frame {
     Counter counter;
     uint32_t value;
@@ -43,7 +44,8 @@ struct Wire {
     bool is_connected() const { return mailbox_bytes != 0; }
 };
 
-// The beginning of a mailbox, of COUNTERS_BYTES. Only the owner counts up `begun` and `asked`, only the helper the next two.
+// The beginning of a mailbox, of COUNTERS_BYTES. Only the owner counts up `begun` and `asked`, only the helper counts
+// up `answered` and `computed`.
 struct Mailbox {
     alignas(64) std::atomic<uint32_t> begun;     // passes that are described
     alignas(64) std::atomic<uint32_t> asked;     // layers
@@ -115,8 +117,8 @@ inline void receive_all(Mailbox& mailbox) {
     if (received == Received::END) close_exchange(mailbox);
 }
 
-// Sends a frame, and the bytes that this side has written. Receives meanwhile, else both sides could wait for each other. While a
-// helper computes a layer, it takes nothing.
+// Sends a frame, and the bytes that this side has written. Receives meanwhile, else both sides could wait for each other. Closes the
+// exchange if the other side takes no bytes for `timeout_ms`; a helper that computes a layer takes none until the layer is done.
 inline void send_frame(Mailbox& mailbox, Frame frame) {
     const Wire& wire = mailbox.wire;
     iovec parts[] = {{&frame, sizeof frame}, {reinterpret_cast<char*>(&mailbox) + frame.offset, frame.num_bytes}};
@@ -160,8 +162,8 @@ inline void count_up(Mailbox& mailbox, Counter counter, const void* data, uint64
     if (!mailbox.wire.is_connected()) wake_other(count);
 }
 
-// Counts a layer of a pass that is answered as a whole. Wakes nobody. Receives from the stream, because the owner may send another
-// pass meanwhile.
+// Counts a computed layer of a pass whose layers are answered together (hosted_layers.py). Wakes nobody. Receives from the stream,
+// because the owner may send another pass meanwhile.
 inline void layer_computed(Mailbox& mailbox) {
     const uint32_t computed = mailbox.computed.fetch_add(1) + 1;
     if (!mailbox.wire.is_connected()) return;

@@ -57,8 +57,8 @@ struct TileRegisters<bf16> {
     ~TileRegisters() { _tile_release(); }
 };
 
-// Sets sums[i][j], or adds to it if ADDS, the sum over k < depth of rows[i][k] * panel[k][j]: for all rows of the registers,
-// and VECTORS * TILE_SIDE columns. Depth, a multiple of TILE_SIDE, and the strides of rows and panel count words. Calls
+// Computes the sum over k < depth of rows[i][k] * panel[k][j], and stores it in sums[i][j], or adds it there if ADDS. There are as
+// many rows i as the registers have, and VECTORS * TILE_SIDE columns j. Depth, a multiple of TILE_SIDE, and the strides of rows and panel count words. Calls
 // `before_step(k)` every TILE_SIDE words.
 template <int VECTORS, bool ADDS, class F = void (*)(long)>
 INLINE void multiply_tiles(const void* rows, long row_stride, const word* panel, long panel_stride, long depth, float* sums,
