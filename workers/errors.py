@@ -32,8 +32,8 @@ class ModulesStayError(MooncakeError):
 def report_of(ref: Ref, error: Exception, *, retryable: bool = True) -> WorkFailed:
     """Return the report that the attempt `ref` has failed with `error`.
 
-    `retryable` says whether another attempt may succeed. If the grammar of the request cannot be followed, no
-    attempt would: then the request is refused, and the report names the field at fault for the client.
+    `retryable` says whether another attempt may succeed. After a GrammarError no other attempt would succeed:
+    the report then refuses the request, and names the request's field that is at fault.
     """
     if isinstance(error, GrammarError):
         return WorkFailed(ref, str(error), retryable=False, is_refused=True, param="grammar")

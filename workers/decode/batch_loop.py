@@ -75,7 +75,7 @@ class BatchLoop:
         self._changed.set()
 
     def take_turn(self) -> None:
-        """Take a turn, after another task has taken sequences out of the batch."""
+        """Make the loop take a turn. To be called when another task has taken sequences out of the batch."""
         self._changed.set()
 
     async def quiet(self) -> None:

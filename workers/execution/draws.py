@@ -111,7 +111,7 @@ class Draws:
         """Draw one token for each row, and wait for the device.
 
         `logits` are float32 `[N, vocab_size]`, with a row for each chunk of the pass, or only for each chunk
-        whose next token is drawn. If no row is unused, `logits` are changed in place.
+        whose next token is drawn. If every row of `logits` is drawn from, `logits` are changed in place.
         """
         if self._chunks is not None and len(self._chunks) < len(logits):
             logits = logits[torch.tensor(self._chunks, dtype=torch.int64, device=logits.device)]

@@ -189,7 +189,7 @@ class Followers:
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
         """Pass a report on to `hear` when all followers have sent it; `Unusable` and `StageFailed` at once.
 
-        Of the followers' `Usable` reports, the one with the fewest blocks is passed on.
+        If the followers have sent `Usable`, `hear` gets the report with the fewest blocks.
         """
         if isinstance(message, Unusable | StageFailed):
             await hear(message)

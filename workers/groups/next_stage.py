@@ -34,7 +34,7 @@ from workers.groups.stage_messages import (
 from workers.groups.stage_pulse import LinkPulse
 
 _PASSES_AHEAD = 2
-"""The most passes that are sent and not begun by the next stage.
+"""The most passes that have been sent and that the next stage has not begun.
 
 With one pass in flight and another that has arrived, the next stage always has a pass to compute.
 """

@@ -84,8 +84,8 @@ class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
     """The order to store device pages in the pool.
 
     The first blocks have `keys`; `num_private` blocks without a key follow. If `is_parked`, the blocks stay
-    reserved for the sequence. `tokens` are the tokens of the keyed blocks; None if KV events must not tell
-    them.
+    reserved for the sequence. `tokens` are the tokens of the keyed blocks, for KV events; None if KV events
+    must not contain tokens.
     """
 
     number: int
@@ -127,7 +127,7 @@ class Meet(msgspec.Struct, tag=True, frozen=True):
 class PrefillPass(msgspec.Struct, tag=True, frozen=True):
     """The order to compute a prefill pass.
 
-    `are_last` says of each chunk whether it ends its prompt, so that logits are needed.
+    `are_last` has a flag for each chunk: whether the chunk ends its prompt, so that its logits are needed.
     """
 
     ranges: list[ChunkRange]

@@ -73,7 +73,7 @@ class Unusable(msgspec.Struct, tag=True, frozen=True):
 
 
 class PassTaken(msgspec.Struct, tag=True, frozen=True):
-    """The report that the next of the passes that were sent is being computed."""
+    """The report that a stage has begun to compute the oldest pass that it had received and not begun."""
 
 
 class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
@@ -126,7 +126,8 @@ class StageRefused(msgspec.Struct, tag=True, frozen=True):
 class StageAlive(msgspec.Struct, tag=True, frozen=True):
     """The beat of the previous stage.
 
-    A stage that is not `known` must restart its session, because the sender has restarted its own.
+    `known` is False if the receiver has not joined the sender's present session, because the sender has
+    restarted its session. Then the receiver must restart its own session.
     """
 
     known: bool

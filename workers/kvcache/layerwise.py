@@ -80,7 +80,7 @@ class PassPart:
 
 
 class LayerTransfers:
-    """The loads of all passes, one after the other, and beside them the stores, one after the other.
+    """The loads and stores of all passes: loads on one thread, and at the same time stores on another thread.
 
     Without `overlap` a load or store is complete when its launch returns. `window` is the
     `DeviceKVCache.window`: None, or at least 2.
@@ -102,7 +102,7 @@ class LayerTransfers:
     def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
         """Begin to load `layer`; to be called on the device thread.
 
-        Returns None if there is neither anything to load nor a store to wait for.
+        Returns None if there is nothing to do: no blocks to load, and no store to wait for.
         """
         loading = [part for part in parts if part.loads and not part.is_dropped]
         last_store = self._last_stores.get(layer % self._window) if self._window is not None else None

@@ -71,7 +71,7 @@ class PrefixFetch:
         """
         self._is_over = False
         self._heard = asyncio.Event()
-        """Set at each sign of life, and at the end."""
+        """Event that is set at each sign of life of the holder, and at the end of the fetch."""
         self._fetching = asyncio.create_task(self._run())
 
     @property

@@ -36,7 +36,7 @@ from workers.modules.shared_parts import shared_part
 _Connected = tuple[socket.socket, Helped, int]
 """A connection, the hosted part, and its number of pages. The hosting ends with the connection."""
 _ANSWER_TIMEOUT_S = 60.0
-"""Seconds in which the helper must answer, after allocating the memory."""
+"""Seconds within which the helper must allocate the memory of the modules, and answer."""
 _END_TIMEOUT_S = 10.0
 """Seconds to wait for the helper's confirmation that a hosting has ended."""
 _decoder = msgspec.msgpack.Decoder(FromHelper)
@@ -44,7 +44,7 @@ _decoder = msgspec.msgpack.Decoder(FromHelper)
 
 @dataclass(frozen=True, slots=True)
 class HelperAccess:
-    """The facts with which owners reach helpers."""
+    """The settings of an owner's connections to helpers."""
 
     key: ClusterKey
     timeout_s: float
@@ -135,7 +135,10 @@ class HelperLink:
 async def _connect_local(
     path: str, request: HostModules, model: DecoderModel, kv: DeviceKVCache, access: HelperAccess
 ) -> _Connected:
-    """Connect to a helper of this host, and map its memory. Raises as `HelperLink.connect`, and OSError."""
+    """Connect to a helper of this host, and map its memory.
+
+    Raises OSError, and the errors of `HelperLink.connect`.
+    """
     with contextlib.ExitStack() as opened:
         sock = opened.enter_context(
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -157,7 +160,10 @@ async def _connect_local(
 async def _connect_remote(
     endpoint: str, request: HostModules, model: DecoderModel, kv: DeviceKVCache, access: HelperAccess
 ) -> _Connected:
-    """Connect to a helper on another host. Raises as `HelperLink.connect`, OSError and TransferError."""
+    """Connect to a helper on another host.
+
+    Raises OSError, TransferError, and the errors of `HelperLink.connect`.
+    """
     with contextlib.ExitStack() as opened:
         sock = opened.enter_context(await connections.connect(endpoint, access.key))
         await connections.send(sock, request)

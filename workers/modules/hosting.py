@@ -81,7 +81,7 @@ class ModulesHost:
         self._requests: dict[str, HostModules] = {}
         """The hostings, by the owner's name."""
         self._joining: dict[tuple[bytes, Purpose], asyncio.Future[socket.socket]] = {}
-        """The further connections for which hostings of owners on other hosts wait."""
+        """Connections that owners on other hosts have yet to open, by the hosting's token and the purpose."""
 
     @property
     def num_hosted(self) -> dict[str, Count]:

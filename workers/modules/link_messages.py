@@ -47,7 +47,7 @@ class Hosting(msgspec.Struct, tag=True, frozen=True):
 
     num_pages: PositiveCount
     token: bytes = b""
-    """The name of the hosting in `Join`, between hosts."""
+    """The name by which `Join` refers to this hosting; empty if owner and helper are on one host."""
 
 
 class Purpose(enum.Enum):

@@ -258,9 +258,9 @@ class PrefillJob:
 
     @property
     def lacks_reuse(self) -> bool:
-        """Whether reused blocks may be the reason why a part of a pass was dropped.
+        """Whether blocks that were to be reused are damaged, or have not arrived.
 
-        They were damaged, or a fetch has not brought them. Otherwise the prompt was aborted.
+        If a pass gave no result for the prompt although this is False, the prompt was aborted.
         """
         return bool(self.damaged_pages or self._num_expected_blocks)
 

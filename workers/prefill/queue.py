@@ -1,10 +1,11 @@
 """The wait queue of prompts, which decides the prompts of the next pass.
 
-The prompt with the earliest TTFT deadline goes first, where each step of the priority number adds a minute;
-among equals, the oldest prompt. Prompts pass through three states; only READY prompts are computed:
+The prompt with the earliest TTFT deadline goes first. Each step of the priority number adds a minute to the
+deadline. Among prompts with equal deadlines the oldest goes first. Prompts pass through three states; only
+READY prompts are computed:
 
     WAITING ──> ADMITTED ──> READY
-                    ^──────────┘     reuse has failed: it is determined again which blocks to compute
+                    ^──────────┘     reuse has failed, and the blocks to compute are determined again
 
 A prompt without a deadline counts as due after `NO_DEADLINE_S`. So every prompt has a rank that does not
 change, and after some time all arriving prompts have later ranks, whatever their priority: no prompt starves.
@@ -130,7 +131,8 @@ class PrefillQueue:
 
     `block_size` is the number of tokens of a block of `block_keys`.
 
-    A chunk that begins at a multiple of `multiple` tokens ends at one too, unless it ends its prompt.
+    A chunk that begins at a multiple of `multiple` tokens ends at such a multiple too, unless it is the last
+    chunk of its prompt.
     """
 
     def __init__(
@@ -237,8 +239,8 @@ class PrefillQueue:
 
         Prompts that wait for blocks which another prompt computes are passed over.
 
-        `admitted` is a prompt that is waiting for its memory, perhaps for long. With `admitted`, the returned
-        prompt must come before it, be of a tenant with little to compute, and take little memory.
+        `admitted` is a prompt that is waiting for its memory, perhaps for long. Then only a prompt that comes
+        before `admitted`, is of a tenant with little to compute, and takes little memory is returned.
         """
         num_ahead = 0
         computing = list(self._storing)

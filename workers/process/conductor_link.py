@@ -94,7 +94,7 @@ class ConductorLink:
             leaders, identity, ToWorker, process.cluster_key
         )
         self._epoch = 0
-        """Epoch of the Conductor that has registered this session last; 0 before the first registration."""
+        """Epoch of the Conductor at which this session registered last; 0 before the first registration."""
         self._num_connections = 0
         """The number of connections to Conductors when the latest registration was answered.
 
@@ -240,7 +240,7 @@ class ConductorLink:
                 await self._send_beat()
 
     def _renewed(self, registration: Register, held: list[Held]) -> Register:
-        """Return `registration` with the requests that go on, and with the epoch that the session has had."""
+        """Return `registration` with the requests that go on, and with the epoch of the last Conductor."""
         num_connections = max(1, self._conductor.num_connections)
         return msgspec.structs.replace(
             registration, epoch=self._epoch, held=held, num_connections=num_connections

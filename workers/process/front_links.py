@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class FrontLinks:
-    """The links to fronts by their endpoints. A link is opened for the first tokens of its front."""
+    """The links to fronts, by endpoint. A link is opened when its front first gets tokens."""
 
     def __init__(self, identity: bytes, key: ClusterKey) -> None:
         self._identity, self._key = identity, key

@@ -25,9 +25,9 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (64, 512, 2048, 8192)
 NUM_RUNS = 5
 LONGEST_S = 2.0
-"""The most seconds of a run after which larger sizes are still measured.
+"""The seconds that a run may take. If the first run of a size takes longer, larger sizes are not measured.
 
-A size that takes longer is measured only once.
+The size itself is then not measured a second time.
 """
 TOKEN_ID = 1
 

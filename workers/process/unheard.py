@@ -38,7 +38,7 @@ class UnheardPrompts:
 
     @property
     def held(self) -> list[Held]:
-        """The prompts of these tokens, in the form for another Conductor."""
+        """The prompts whose first tokens are kept here, in the form for a report to another Conductor."""
         return [Held(prefilled.ref, HeldStep.PROMPT) for _, prefilled in self._told]
 
     def take_all(self) -> list[Prefilled]:

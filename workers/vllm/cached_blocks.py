@@ -120,7 +120,8 @@ class CachedBlocks:
     def _key_before(self, event: _BlockStored) -> BlockKey | None:
         """Return the key before an event's first block; None if this key is unknown.
 
-        It is unknown if the parent block is, or if no request of ours can have the event's blocks.
+        The key is unknown if the parent block's key is unknown, or if the event's blocks depend on more than
+        tokens and our salt, as with LoRA. No request of ours can have such blocks.
         """
         if event.lora_name is not None or event.group_idx:
             return None
@@ -147,8 +148,8 @@ class CachedBlocks:
 def _root_key(extra_keys: list[object]) -> BlockKey | None:
     """Return the root key in a first block's `extra_keys`.
 
-    It is the hex `cache_salt` that `completion_body` of `workers/vllm/server.py` gives each prompt. None if
-    it is not exactly that.
+    The root key is the hex `cache_salt` that `completion_body` of `workers/vllm/server.py` gives each prompt.
+    Returns None if `extra_keys` are anything else than such a salt.
     """
     match extra_keys:
         case [str(salt)]:

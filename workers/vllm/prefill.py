@@ -15,7 +15,7 @@ from workers.errors import AnswerLostError
 from workers.vllm.attempts import Attempts
 
 _STORE_S = 5.0
-"""Seconds after the first token of a prompt within which its blocks must be in the pool."""
+"""Seconds from the first token of a prompt until its blocks must be in the pool."""
 _POLL_S = 0.005
 
 

@@ -28,7 +28,7 @@ class BatchFractions(NamedTuple):
 
 
 class BatchShares:
-    """The shares of a batch of at most `num_slots` sequences and `num_pages` pages by tenant and answer."""
+    """The shares of tenants and answers in a batch of at most `num_slots` sequences and `num_pages` pages."""
 
     def __init__(self, sequences: Iterable[Sequence], num_slots: int, num_pages: int) -> None:
         self._num_slots, self._num_pages = num_slots, num_pages

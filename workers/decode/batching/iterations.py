@@ -131,8 +131,8 @@ class Iteration:
     def send_to_helper(self) -> bool:
         """Compute the layers before the helper's layers, and send the pass to the helper.
 
-        To be called after `begin`. Returns whether the pass was sent. If it was, `run` is to be called when
-        the helper's turn comes, otherwise at once.
+        To be called after `begin`. Returns whether the pass was sent. If the pass was sent, `run` waits for
+        the helper's answer, and can be called later. If it was not sent, `run` computes the whole iteration.
         """
         if self.is_lost:
             return False
@@ -145,7 +145,7 @@ class Iteration:
     def run(self) -> None:
         """Compute the iteration, after `begin` or `send_to_helper`, on the device thread.
 
-        Other ranks compute the iteration too, when they get a message about it.
+        Tells the other ranks of the group to compute the iteration too.
         """
         if self.is_lost:
             return

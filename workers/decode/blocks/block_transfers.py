@@ -32,7 +32,7 @@ class BlockPair:
     pool_page: int
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return None: the pool has the checksums of every block that is loaded."""
+        """Return None, because only committed blocks are loaded here, and the pool has their checksums."""
         return None
 
 

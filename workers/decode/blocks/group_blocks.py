@@ -37,7 +37,9 @@ from workers.groups.rank_messages import (
 class ReservedPages(NamedTuple):
     """The pages of a prompt in the pools of all ranks.
 
-    The grant is for the missing blocks. The tiers are those of the leading blocks that every rank has."""
+    `grant` is the permission to write the missing blocks. `cached_tiers` has the tier of each leading block
+    that every rank's pool has.
+    """
 
     grant: Grant
     cached_tiers: list[Tier | None]

@@ -21,7 +21,10 @@ MIN_ITERATIONS = 32
 LATE_SHARE = 0.9
 """The share of a window's iterations that must exceed the TBT SLO for the helper to count as too slow."""
 MOST_TIMES_AS_LONG = 1.25
-"""The ratio to the predicted time without a helper above which an iteration counts as slowed down."""
+"""An iteration counts as slowed down if it takes more than this many times the time without a helper.
+
+The time without a helper is predicted.
+"""
 _NUM_COMPARED = 256
 """The number of latest iterations without a helper that are remembered.
 

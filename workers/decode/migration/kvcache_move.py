@@ -1,7 +1,8 @@
-"""The move of modules to a helper or back, as a copy of the KVCache into memory of another arrangement.
+"""The move of modules to a helper or back: the KVCache is copied into memory with another arrangement.
 
-Pages are copied while they are in use. Pages that do not change any more are copied first. The others are
-copied between two passes; then the cache has its pages in the new arrangement, under the same numbers.
+An arrangement says which heads and layers are in which memory, here or at the helper. Pages are copied while
+they are in use: first the pages that do not change any more, then the others between two passes. Afterwards
+the cache has its pages in the new arrangement, under the same numbers.
 
 Owns: the memory of the new arrangement, until the cache has it. Does not know: which pages change, who the
 helper is.
@@ -39,9 +40,9 @@ class KVCacheMove:
         num_moved = 0 if moved is None else moved.layers[0].shape[1]
         before_layers = [kv.layer(layer) for layer in kv.layers]
         self.are_further = are_further = isinstance(helped, HostedPages) or kv.hosted_pages is not None
-        """Whether the helper's pages are further ones, beside the owner's.
+        """Whether the helper has pages of sequences (`HostedPages`), in addition to all pages of the owner.
 
-        They are empty when they come and when they go, so no page is copied.
+        No page is copied then, because the helper's pages are empty when they come and when they go.
         """
         self._own = [] if are_further else kv.new_layers(num_pages, len(kv.kv_heads) - num_moved)
         self._layers = before_layers if are_further else list(self._own)
@@ -55,7 +56,10 @@ class KVCacheMove:
         assert before.remote is None or after.remote is None, "modules go from one helper to no other"
         self._before, self._after = before.remote, after.remote
         self._staged = after.staged if before.staged is None else before.staged
-        """Memory for some pages at a time of a helper on another host; None without such a helper."""
+        """Memory of this host for the few pages that are copied at a time to or from another host.
+
+        None if no helper on another host takes part in the move.
+        """
         pairs = [] if are_further else list(zip(before.pages, after.pages, strict=True))
         parts = [(source.tensor, target.tensor) for source, target in pairs]
         here = [not (source.is_staged or target.is_staged) for source, target in pairs]
@@ -94,7 +98,8 @@ class KVCacheMove:
     def _expected_spans(self) -> list[tuple[int, int]]:
         """Return the byte ranges of each own layer that are expected to be in use when the move is complete.
 
-        They are whole huge pages: of the pages in use, and of the pages that come into use next.
+        The ranges are whole huge pages. They contain the device pages that are in use, and the device pages
+        that will come into use next.
         """
         if not self._own:
             return []
@@ -170,9 +175,9 @@ class _Heads:
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], helped: Helped | None, first: int) -> None:
-        """List the heads of `layers`, the first of which has the number `first`.
+        """List the heads of `layers`. The first of these layers has the number `first`.
 
-        A helper has the part `helped`.
+        `helped` is the part that a helper has; None if no helper has any part.
         """
         self.remote = None if helped is None else helped.remote
         self.staged: torch.Tensor | None = None

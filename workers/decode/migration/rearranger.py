@@ -40,7 +40,10 @@ _LOADING_TIMEOUT_S = 1.0
 _FREEING_TIMEOUT_S = 30.0
 """Seconds for which `free_in_time` waits for pages to be freed."""
 _NICENESS = 5
-"""The niceness of the copying thread above its process's. So it gets a quarter of a core that it shares."""
+"""The niceness that is added to the copying thread's.
+
+On a core that it shares with another thread of the process, the copying thread gets a quarter of the time.
+"""
 
 
 class Rearranger:
@@ -171,7 +174,7 @@ class Rearranger:
         self._kv.take_memory_beside()
 
     def _pages_to_copy(self, copied: set[FullPage]) -> list[int]:
-        """Return the used pages with KVCache but those in `copied` that are still full.
+        """Return the used pages that have KVCache, except the pages in `copied` that are still full.
 
         To be called while no iteration runs.
         """
@@ -182,8 +185,8 @@ class Rearranger:
     async def divide(self, *, again: bool) -> None:
         """Move full pages of running sequences to a helper that has pages of sequences.
 
-        `again`: sequences have been divided before; then few pages do not move while there is room to grow
-        (`DecodeBatch.begin_division`).
+        `again` says whether sequences have been divided before. If so, and if sequences still have room to
+        grow here, nothing moves unless many pages can move (`DecodeBatch.begin_division`).
 
         If the helper is lost meanwhile, no pages move. Raises TransferError if a helper on another host is
         lost.

@@ -26,7 +26,10 @@ from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
 from workers.execution.fair_order import FairOrder
 
 _MAX_TENANT_RATIO = 4
-"""The most tokens that a tenant in an iteration has to compute, relative to the first prompt's tenant."""
+"""The largest ratio of a tenant's prompt tokens to the prompt tokens of the first prompt's tenant.
+
+A tenant above this ratio has no prompt in the iteration.
+"""
 
 
 @dataclass(slots=True, eq=False)
