@@ -49,7 +49,7 @@ class Encoding(Enum):
 
 
 def bytes_moved(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, item_bytes: int) -> int:
-    """Return the bytes that quantising moves, which are as many as dequantising moves.
+    """Return the bytes that quantising moves. Dequantising moves as many.
 
     They are the elements, their one-byte numbers, and a float32 scale for each head's K and V.
     """

@@ -24,7 +24,8 @@ Its arguments are layers, pages, and xxh3-64 checksums `[page][layer]`.
 class Commits:
     """The commits of one prompt's `layers`. A block has `layer_bytes` bytes in each layer.
 
-    `stored` gets the layers of each block in order. Other blocks may then begin at the first layer again.
+    `stored` must be called for the layers of a block in order. After some blocks, other blocks may begin at
+    the first layer again.
     """
 
     def __init__(self, layers: range, layer_bytes: int, commit: Commit) -> None:

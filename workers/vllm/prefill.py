@@ -91,7 +91,7 @@ class VllmPrefill:
             await self._pool.release(reservation.reservation_id)
 
     async def _stored(self, order: Prefill) -> int:
-        """Wait until vLLM has stored the prompt's blocks, and return the id of a reservation of them.
+        """Wait until vLLM has stored the prompt's blocks, reserve them, and return the reservation's id.
 
         Raises TransferError if vLLM has not stored the blocks in time, for example because the pool has no
         room; PoolError if blocks were evicted meanwhile.

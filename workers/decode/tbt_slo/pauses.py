@@ -23,8 +23,8 @@ def pause_s(
 ) -> float:
     """Return the seconds of the pause between two iterations of `num_decoded` sequences.
 
-    Meanwhile `num_prefilled` prompts are prefilled on the same cores. Without more prompts than sequences
-    there is no pause. With more prompts, the batch computes for `num_decoded / num_prefilled` of the time,
+    Meanwhile `num_prefilled` prompts are prefilled on the same cores. There is a pause only if there are more
+    prompts than sequences. Then the batch computes for `num_decoded / num_prefilled` of the time,
     but no pause is longer than `MAX_PAUSE_S` or the SLO allow. `iteration_s` is the predicted seconds of an
     iteration, None if unknown. `tbt_slo_s` is None without a limit.
     """
