@@ -26,8 +26,8 @@ class Spans:
     """The spans of a batch on the kernel's device, all int64.
 
     `table` `[N, SPAN_FIELDS]`. `pages` `[P]`: the page tables of all sequences, one after the other; token t
-    of a span's sequence lies in page `pages[first page + t // page_size]`. A decode span of no tokens reads
-    nothing and writes zeros to its row; prefill spans have tokens.
+    of a span's sequence lies in page `pages[first page + t // page_size]`. A decode span may have no
+    token: it reads nothing, and its row becomes zero. A prefill span has at least one token.
     """
 
     table: torch.Tensor

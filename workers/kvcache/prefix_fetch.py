@@ -6,7 +6,7 @@ then are computed.
 
 The worker waits for a holder that goes on sending, not for a silent one. The Conductor has estimated that the
 fetch takes less time than computing the blocks. Here the fetch gets `_GRACE_S` plus the time in which a slow
-instance computes as many tokens, and is given up as soon as it is expected to take longer. A slow fetch must
+instance would compute the blocks, and is given up as soon as it is expected to take longer. A slow fetch must
 not delay a pass that other prompts share, so its prompt joins a pass only when the last layers are about to
 arrive.
 

@@ -87,7 +87,7 @@ class MigrationDestination:
         await self._send(Prepared(sequence.ref, sequence.num_cached_tokens))
 
     async def _load(self, sequence: Sequence, order: Prepare) -> None:
-        """Fetch and load the full blocks behind the loaded ones, as many as can be fetched.
+        """Fetch and load the full blocks that are not loaded yet, as many as can be fetched.
 
         The newest token has no KVCache yet, so its block is not full.
         """

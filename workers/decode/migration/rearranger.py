@@ -106,7 +106,7 @@ class Rearranger:
             await self._turn_taken.wait()
 
     def begin(self, num_pages: int, helped: Helped | None) -> KVCacheMove:
-        """Begin a rearrangement to `num_pages` pages, of which a helper has the part `helped`.
+        """Begin a rearrangement to `num_pages` pages. `helped` is the part that a helper will have, if any.
 
         Raises ModulesStayError if there is no memory for the pages, or for the weights of layers that come
         back.
