@@ -7,15 +7,16 @@ The workers compute a tiny model, but take the time of a larger one for each pas
 ms a prompt token; 20 ms a decode step and 1 ms for each request). So four instances do not compete for the
 machine's cores.
 
-`swing`: the load changes every `--seconds` from long prompts with short answers to short prompts with long
-answers (1,500 and 30 tokens; 150 and 300), at `--load` times 8 and 6 requests/s. The table has the goodput of
-fixed divisions of the instances with and without inlining, and of a division that the Conductor changes, with
-the numbers of its switches and migrations.
+`swing`: the load changes every `--seconds` between long prompts with short answers (1,500 and 30 tokens, 8
+requests/s) and short prompts with long answers (150 and 300 tokens, 6 requests/s). Both rates are multiplied
+by `--load`. The table has the goodput of fixed divisions of the instances, with and without inlining. It also
+has the goodput of a division that the Conductor changes, with the numbers of switches and migrations.
 `steady`: both loads at half their rates, all the time. `switch`: a decode instance with 8 running streams
-becomes a prefill instance. The table has the seconds from the order to the first prompt that it has computed.
-`drain`: an instance with 32 running streams leaves. The table has the seconds that it takes, and the answers
-that differ from those of a quiet cluster. In a model with random weights logits are nearly equal, so the
-batch alone can change an answer: the table also has the number of answers that differ between two quiet runs.
+becomes a prefill instance. The table has the seconds from the order until the instance has computed its first
+prompt. `drain`: an instance with 32 running streams leaves. The table has the seconds until the instance has
+left, and the number of answers that differ from the answers of a quiet cluster. In a model with random
+weights logits are nearly equal, so the batch alone can change an answer: the table also has the number of
+answers that differ between two quiet runs.
 """
 
 import argparse
@@ -64,8 +65,8 @@ WARM_UP = (Phase(8.0, 3.0, 500, 50),)
 def swinging(seconds: float, load: float) -> tuple[Phase, ...]:
     """Return the phases of a load that swings between long prompts and long answers.
 
-    `seconds`: the length of a phase. With phases of about a second both loads are there at once, as the
-    Conductor does not follow changes that fast.
+    `seconds`: the length of a phase. If phases take only about a second, the Conductor does not follow them,
+    and sees both loads at the same time.
     """
     return (Phase(seconds, load * PROMPTS_PER_S, 1500, 30), Phase(seconds, load * ANSWERS_PER_S, 150, 300))
 

@@ -6,9 +6,9 @@ The Conductor's process has instances that compute nothing (`benchmarks.front.in
 prefill. Their heartbeats report pools that have exchanged blocks with ten other pools each. 64 clients stream
 answers of 64 tokens, one event for each token, one answer after the other. Then scrapes and polls of a
 dashboard are measured without other load. Processor time is that of all threads of the Conductor's process,
-as the kernel's scheduler counts it. A dashboard polls once a second; the seconds until it is answered are an
-upper bound of its share of a core. Counting is timed by itself: everything that is counted of one request,
-many times.
+as the kernel's scheduler counts it. A dashboard polls once a second, so the seconds until a poll is answered
+are an upper bound of the share of a core that the dashboard costs. Counting is timed by itself: all that is
+counted for one request is counted many times.
 """
 
 import argparse

@@ -14,9 +14,9 @@ servers are measured in turn. While one is measured, the others are paused or ha
 medians. Peers are installed on the first run, and vLLM compiles the model, which takes minutes.
 
 `interference` measures gaps between tokens while long prompts arrive. `goodput` measures requests within the
-SLOs in an open loop. Our server is also measured at twice its best rate. vLLM is measured with its defaults
-and with other sizes of chunks; it computes in its engine's process, or in a process of its own. With
-`--engine vllm` our instances compute with vLLM.
+SLOs in an open loop. Our server is also measured at twice its best rate. vLLM is measured with its defaults,
+and with other sizes of chunks. With each of these sizes it computes once in a separate process, as by
+default, and once in its engine's process. With `--engine vllm` our instances compute with vLLM.
 """
 
 import argparse

@@ -13,7 +13,10 @@ from benchmarks.serving import NUM_INPUT, NUM_OUTPUT, Completes, closed_loop
 
 CONCURRENCIES = (1, 8, 32)
 FURTHER_REQUESTS = 4
-"""The number of additional requests, so that even a single client sends enough."""
+"""Requests of a measurement beyond `per_client` for each client.
+
+With only one client, `per_client` requests alone would be too few.
+"""
 MinRatio = Mapping[int, float]
 """The least ratio of our tokens a second to a peer's tokens a second, by concurrency."""
 

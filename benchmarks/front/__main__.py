@@ -9,12 +9,13 @@ It is answered by 64 tokens, one event every 20 ms. The other server is a bare F
 streams the same number of events and does nothing else. wrk loads them in turn (`wrk`), over connections that
 stay open. Each connection sends its next request after the answer to the previous one.
 
-Processor time is that of all threads of the server's process. Here the next request follows at once.
+Processor time is the time of all threads of the server's process. While it is measured, connections send
+their next requests at once.
 
-Latency is measured by wrk, which sees whole answers. Here the next request follows at a random time within
-the length of a step, so that requests come at all times of a step. Requests for a single token are sent at
-the same time: their whole answer is a first token, which gives the TTFT. Percentiles are of all rounds
-together.
+Latency is measured by wrk, which sees whole answers. While it is measured, connections send their next
+requests after a random part of a step, so that requests come at all times of a step. Requests for a single
+token are sent at the same time: their whole answer is a first token, which gives the TTFT. Percentiles are of
+all rounds together.
 
 With `--fronts N` the load goes to N fronts in processes of their own, and the Conductor's process decides.
 Then processor time is the sum over all these processes, and the Conductor's part of it is shown in a column.

@@ -99,7 +99,11 @@ def main() -> int:
 
 
 def _platforms(glibc: str) -> list[str]:
-    """Return pip's options for wheels of x86-64 for this glibc or older ones. pip takes tags literally."""
+    """Return pip's options for x86-64 wheels that run with this glibc.
+
+    There is an option for this version and for each older one, because pip does not add older versions
+    itself.
+    """
     newest = int(glibc.removeprefix("2."))
     names = [f"manylinux_2_{minor}_x86_64" for minor in range(newest, 4, -1)]
     return [f"--platform={name}" for name in (*names, "manylinux2014_x86_64", "manylinux1_x86_64")]

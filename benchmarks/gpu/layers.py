@@ -142,9 +142,10 @@ def _prefill(ceilings: Ceilings, kv_layer: torch.Tensor) -> None:
 
 
 def _torch_attention(ceilings: Ceilings) -> None:
-    """Measure torch's attention over a whole prompt, as torch is slower at the end of a context.
+    """Measure torch's attention over a whole prompt, because torch is slower for a chunk at a context's end.
 
-    Keys and values are contiguous, and each query head has its own: torch would copy grouped heads.
+    Keys and values are contiguous. Each query head has its own keys and values, because torch would copy
+    grouped heads.
     """
     query, keys, values = (_random(1, _H, CONTEXT_LEN, _D) for _ in range(3))
     num_flops = prefill.flops([CONTEXT_LEN], [CONTEXT_LEN], _H, _D)

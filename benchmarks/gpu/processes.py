@@ -14,9 +14,9 @@ _SPAWN = multiprocessing.get_context("spawn")
 def results_of(calls: Sequence[Callable[[], Any]], num_processes: int) -> Iterator[Any]:
     """Yield the result of each call, or its exception, in the order of the calls.
 
-    A call that raises an exception or ends its process is repeated in a process of its own. This is needed
-    because after a fault the device refuses all further work of the same process, and because other calls end
-    with a process that dies.
+    A call that raises an exception or ends its process is repeated in a process of its own. There are two
+    reasons: after a fault the device refuses all further work of the same process, and when one process dies,
+    the calls of all processes fail.
     """
     with (
         ProcessPoolExecutor(num_processes, _SPAWN) as pool,

@@ -96,7 +96,8 @@ def _layer_elements(spec: ModelSpec) -> int:
 def _weight_bytes(spec: ModelSpec) -> int:
     """Return the bytes of weights that every decode step reads.
 
-    They are all matrices except the embedding, of which a step reads one row for each token.
+    All matrices count except the embedding, because a step reads only one row of the embedding for each
+    token.
     """
     return (spec.num_layers * _layer_elements(spec) + spec.vocab_size * spec.hidden_size) * DTYPE.itemsize
 

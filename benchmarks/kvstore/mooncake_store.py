@@ -96,7 +96,7 @@ class Master:
 class Driver:
     """A driver of the peer, in a process of its own.
 
-    As a `Side` its methods `time` and `open` run the workload in that process.
+    The driver is a `Side`: its methods `time` and `open` run the workload in that process.
     """
 
     def __init__(self, command: Sequence[str], settings: Mapping[str, str]) -> None:

@@ -5,8 +5,8 @@
 
 Both take commands by the protocol of benchmarks/kvstore/commands.py, and end when their stdin does.
 
-This repository has packages of the same names as the peer. So its path comes last, and the peer's packages
-are found first.
+This repository has packages of the same names as the peer. So the repository's path comes last, and the
+peer's packages are found first.
 
 Owns: the use of the peer's engine. Does not know: the comparison.
 """

@@ -37,7 +37,8 @@ class Engine(Protocol):
     """
 
     memory: Memory
-    """The local memory, as the engine needs it. It may be registered, as `Memory` accepts a buffer."""
+    """The local memory. The engine makes it, because some engines need a buffer of their own or registered
+    memory."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's event loop, if it has one. `work` may await the other methods."""

@@ -7,11 +7,12 @@ There are two decode instances with the default model, one core each, on one hos
 instance decodes all streams. Its modules move to the second instance and back. Limit (*bar*): the p99 of
 pauses is at most an iteration above the p99 of the longest gaps without a move.
 
-Layers are then measured as a pipeline: the first instance alone, with layers at the second one, and alone
-again, because contexts grow. Then layers are at the second instance and there are twice as many streams, for
-which only both together have the memory. Limits: the throughput of the larger pipeline is at least 1.7 times
-that of one instance, and TBT at most 1.15 times. For comparison two instances decode separately: that is the
-most that both cores can do. It is less if they are threads of one core.
+Layers are then measured as a pipeline: the first instance alone, then with layers at the second instance,
+then alone again, because contexts have grown meanwhile. After that there are twice as many streams, with
+layers at the second instance: one instance alone has too little memory for them. Limits: the throughput of
+the larger pipeline is at least 1.7 times that of one instance, and TBT at most 1.15 times. For comparison,
+the two instances also decode separately: their throughput together is the most that both cores can reach. It
+is less than twice the throughput of one instance if the two cores are threads of one physical core.
 
 Owns: the steps, the tables, the bars. Does not know: how modules move.
 """

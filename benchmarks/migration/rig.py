@@ -225,7 +225,7 @@ class Rig:
     # -- moves --------------------------------------------------------------------------------------
 
     async def migrate(self, stream: Stream) -> None:
-        """Move a stream like the Conductor: blocks are copied in rounds while the stream is decoded."""
+        """Move a stream as the Conductor does: blocks are copied in rounds while the stream is decoded."""
         source, destination, ref = stream.at, self.other(stream.at), self._next_ref(stream)
         order, num_loaded, num_rounds, has_waited = PreCopy(stream.ref), 0, 0, False
         while num_rounds < MAX_ROUNDS:

@@ -47,7 +47,7 @@ OVERLOAD = 3.0
 MIN_GOODPUT, MAX_REJECTION_S, MIN_DAMPING = 0.9, 0.05, 0.3
 """The limits (*bars*): the least share of the best goodput, the longest time to a 429, the least damping.
 
-The damping is that of the standard deviation of the loads' difference.
+The damping is the share by which prediction reduces the standard deviation of (prefill load - decode load).
 """
 WARM_UP_S = 15.0
 """Seconds of a warm-up. Before it the durations of decodes are unknown."""

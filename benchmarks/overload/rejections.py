@@ -35,8 +35,8 @@ class Rejections(NamedTuple):
     def servers_bound_s(self, share: float) -> float | None:
         """Return the seconds within which the server decided this share of the rejections at arrival.
 
-        The server counts all rejections. The quickest of them are taken to be those at arrival. Returns None
-        if there were no rejections at arrival.
+        The server counts all rejections. The method assumes that rejections at arrival are the quickest ones.
+        Returns None if there were no rejections at arrival.
         """
         num_at_arrival = len(self.at_arrival_s)
         bounds = [bound for bound, count in sorted(self.servers.items()) if count >= share * num_at_arrival]

@@ -57,8 +57,8 @@ class Reference:
     def compare(self, prompts: Iterable[Sequence[int]], answers: Iterable[Answer]) -> Found:
         """Check that each token is the likeliest one up to rounding, and that all logprobs are right.
 
-        Each token is compared given the answer's own tokens before it. So one wrong token counts as one
-        error.
+        The reference gets the answer's own tokens before each token, so that one wrong token counts as only
+        one error.
         """
         num_tokens = num_ties = num_wrong = 0
         error = 0.0

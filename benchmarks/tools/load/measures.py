@@ -85,9 +85,9 @@ class ClientSummary(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """Figures of one run.
 
-    Rates of requests are divided by the time in which requests were sent (open loop) or by the whole run
-    (closed loop), rates of tokens by the whole run. Requests that were cut off at the end of the run count
-    only in `num_unfinished`.
+    Rates of requests are numbers divided by the time in which requests were sent (open loop) or by the time
+    of the whole run (closed loop). Rates of tokens are always numbers divided by the time of the whole run.
+    Requests that were cut off at the end of the run count only in `num_unfinished`.
     """
 
     num_requests: int

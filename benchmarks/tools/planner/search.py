@@ -94,7 +94,7 @@ class Search:
         self._seen: dict[Setup, None] = {}
 
     def _most_prompts_per_s(self) -> float:
-        """Return the rate at which all devices compute nothing but prompts."""
+        """Return the requests a second whose prompts alone keep all devices busy."""
         size = self._group_sizes[0]
         costs = msgspec.structs.replace(self._base, num_gpus=size, num_coupled=1).shape().costs
         prompt = PromptShare(round(self._sizes.num_prompt_tokens), 0)

@@ -19,9 +19,10 @@ from conductor.performance.model import Sizes
 
 FEWEST_REQUESTS = 600
 NUM_QUEUES, NUM_ANSWERS = 10, 4
-"""The length of a load: NUM_QUEUES TTFT SLOs, and NUM_ANSWERS mean answers at the TBT SLO.
+"""The duration of a load: NUM_QUEUES times the TTFT SLO, plus NUM_ANSWERS times the time of a mean answer.
 
-It is long enough for a growing queue to show.
+The gaps of the mean answer are taken to be as long as the TBT SLO. The load is long enough to show a growing
+queue.
 """
 
 Play = Callable[[float, int, int], Iterable[TraceRequest]]
@@ -33,7 +34,7 @@ class Workload:
 
     play: Play
     sizes: Sizes
-    """The mean tokens of the requests that are played first."""
+    """The mean numbers of tokens of prompts and answers, over the requests of the first seed."""
     longest_tokens: int
     """Tokens of the longest prompt and answer together."""
 

@@ -1,10 +1,10 @@
 """The costs of a server that a single worker's profile lacks, measured by closed loops on the running server.
 
-    one by one, short and long prompts   what a first token takes besides computing, how much longer prefills
-                                         and iterations take than in the profile, how iterations vary
+    one by one, short and long prompts   the time to a first token without computing; how much longer prefills
+                                         and iterations take than in the profile; how iterations vary
     several at a time, three lengths     how much longer prefills and iterations take while the other instance
-                                         computes as well, iterations in which a request joins, and what a
-                                         prompt takes of its instance besides passes
+                                         computes too; the cost of a request that joins a batch; the time for
+                                         which a prompt occupies its instance outside of passes
 
 These loops were chosen after the outcomes of two replays were known.
 
@@ -77,7 +77,7 @@ class Calibration:
     """The measured costs of one machine.
 
     `first_token_s` is the time before a first token that is not spent at a prefill instance. `prompt_s` is
-    the time that each prompt takes of a prefill instance besides the prompt's passes. `slowdowns` are the
+    the time for which each prompt occupies a prefill instance in addition to its passes. `slowdowns` are the
     factors of prefill and of decode while the other instance computes too. `join_costs` are the costs of
     requests that join a batch. `longest_mean` is the mean of the longest tenth of a request's gaps, divided
     by the mean of all gaps.

@@ -46,10 +46,10 @@ class PrefillNodes:
     link_bytes_per_s: float
 
     def chunks(self, num_tokens: int, num_nodes: int) -> list[range]:
-        """Return the chunks of a prompt: all take equally long, and with another number the prompt would end
-        later.
+        """Return the chunks of a prompt, all of which take equally long.
 
-        The rule is the server's (`workers.prefill.chunks`), with the duration of a pass by roofline.
+        With more or fewer chunks the prompt would end later. The rule is the server's
+        (`workers.prefill.chunks`), with the duration of a pass by roofline.
         """
         costs = LayerCosts(2 * self.model.num_linear_weights / self._flops, self._pair_s)
         whole_s, pass_s = costs.of_tokens(0, num_tokens), num_nodes * self.stage_s(range(0), num_nodes)

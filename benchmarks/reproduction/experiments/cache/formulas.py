@@ -46,7 +46,7 @@ def _normalized(what: str, sizes: tuple[int, ...], seconds: list[float]) -> Tabl
 
 
 def needed_bytes_per_s(model: ModelCard, hardware: HardwareCard, prefix: int) -> float:
-    """Return the bandwidth from which on reuse pays.
+    """Return the lowest bandwidth at which reuse pays.
 
     It is the prefix's KVCache divided by the time to compute the prefix at peak. FAST'25: B / G > 2 d s /
     (gqa (a p d + b d^2)), where G is the peak, a = 4, b = 22, and s the bytes of an element.

@@ -1,4 +1,4 @@
-"""The pipeline of layers (fetch, compute, store), and the bandwidth from which on it hides transfers.
+"""The pipeline of layers (fetch, compute, store), and the lowest bandwidth at which it hides transfers.
 
 These are equations 12 to 17 of BanaServe, section 4.2.
 """
@@ -16,7 +16,7 @@ CACHED = (0.25, 0.5, 0.75, 0.9, 0.97)
 DEVICES = (("llama-3.1-8b", "a100", 1), ("llama-13b", "a100", 1), ("llama3-70b", "a800", 8))
 PAPER_GBPS = 200.0
 MEASURED_S = {1024: 0.714, 2048: 1.692, 4096: 4.650, 8160: 13.857}
-"""Measured seconds to compute the second half of a prompt of so many tokens, after a cached first half.
+"""Measured seconds to compute the second half of a prompt after a cached first half, by prompt tokens.
 
 They are from docs/benchmarks.md, "Prefill".
 """
@@ -28,10 +28,10 @@ SLOW_S = {
     4096: (7.328, 7.393, 15.082),
     8160: (21.071, 21.093, 42.326),
 }
-"""Measured seconds for prompts of so many tokens, from docs/benchmarks.md.
+"""Measured seconds of prefills by the number of prompt tokens, from docs/benchmarks.md.
 
-The three values are the computation alone, and the computation with stores that take the same time: in the
-pipeline, and after the computation.
+The three values are: the computation alone; with stores in the pipeline; with stores after the computation.
+The stores take as long as the computation.
 """
 
 
@@ -87,7 +87,10 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _shown() -> Table:
-    """Return the times of passes whose transfers take as long as the computation, relative to it."""
+    """Return the times of passes whose transfers take as long as the computation.
+
+    The times are multiples of the time of the computation alone.
+    """
     rows: list[list[Cell]] = []
     for num_tokens, (alone_s, pipeline_s, after_s) in SLOW_S.items():
         predicted = overlapped_s(alone_s, alone_s, SMOLLM2_LAYERS) / alone_s

@@ -16,7 +16,7 @@ TTFT_SLO_S = 30.0
 CHUNK = 2048
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 6.0)
 ATTAINMENT = 0.9
-"""The share of requests that must be effective, so that a cluster counts as good enough."""
+"""The share of requests that must be effective for a cluster to count as good enough."""
 PUBLISHED_GAINS = {0.1: 498, 0.2: 157, 0.3: 59}
 
 

@@ -65,7 +65,11 @@ class Part:
 
 
 LONG_PROMPTS, LONG_ANSWERS, EVEN = Kind(4096, 128), Kind(1024, 1024), Kind(2048, 400)
-"""Kinds of requests whose prefill takes four times, a quarter of, or as much as the time of their decode."""
+"""Kinds of requests with different ratios of prefill time to decode time.
+
+Prefill takes four times as long as decode for LONG_PROMPTS, a quarter as long for LONG_ANSWERS, and equally
+long for EVEN.
+"""
 
 
 def _spread(mean: int) -> Values:

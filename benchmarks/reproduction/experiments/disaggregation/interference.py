@@ -64,8 +64,8 @@ def run(trace: Trace, folder: Path) -> Outcome:
 def _goodputs(costs: Roofline, iteration_s: float) -> Table:
     """Return the goodputs with the published SLOs and with SLOs in proportion.
 
-    SLOs in proportion are the same multiples of our time for a single request as the published SLOs are of
-    the guide's time.
+    An SLO in proportion is the published SLO multiplied by our time and divided by the guide's time. Both are
+    times of a request that runs alone.
     """
     prefill_s = costs.iteration_s([PromptShare(INPUT, 0)], 0)
     ttft_s = TTFT_SLO_S / (INPUT / PREFILL_TOKENS_PER_S) * prefill_s

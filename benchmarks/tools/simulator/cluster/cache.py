@@ -1,9 +1,9 @@
 """One instance's part of the KVCache pool in the simulator.
 
 It is the real allocator (`kvstore.pool.allocator`), over pages without bytes. The allocator has the index and
-the order of eviction. Left out is what the real pool does because of real bytes: transfers that may still
-write, leases that expire. Reservations wait for free pages first come, first served. KV events are collected
-for `PUBLISH_DELAY_S`, then published as one batch.
+the order of eviction. Two parts of the real pool are left out, because the pages have no bytes: transfers
+that may still write, and leases that expire. Reservations that wait for free pages are served in the order in
+which they came. KV events are collected for `PUBLISH_DELAY_S`, then published as one batch.
 
 Owns: reservations, the wait for pages, KV events. Does not know: how long things take.
 """

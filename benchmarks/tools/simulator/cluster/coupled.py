@@ -1,10 +1,10 @@
 """Simulated rivals: instances that prefill and decode in one batch, each with a prefix cache of its own.
 
-There are two kinds, as vLLM can be run. Prompts are computed whole, in iterations of their own for which the
-running requests wait; or in chunks that share iterations with the running requests. The KVCache of finished
-requests stays on the device until its pages are needed (the pool's code, least recently used first). Pages
-for a prompt and its answer are allocated together, so that no request is ever preempted. This favours the
-rival.
+There are two kinds, because vLLM can be run in two ways. Either prompts are computed whole, in iterations of
+their own, while the running requests wait. Or prompts are computed in chunks that share iterations with the
+running requests. The KVCache of finished requests stays on the device until its pages are needed (the pool's
+code, least recently used first). Pages for a prompt and its answer are allocated together, so that no request
+is ever preempted. This favours the rival.
 
 Owns: one coupled instance. Does not know: which requests it gets.
 """

@@ -80,7 +80,8 @@ class PrefillInstance:
         """Prepare the instance.
 
         If `is_windowed`, the device has memory for a window of layers, so that each pass of a prompt loads
-        the blocks before its tokens. `prompt_s` is the seconds that each prompt takes besides the passes.
+        the blocks before its tokens. `prompt_s`: seconds for which each prompt occupies the instance in
+        addition to its passes.
         """
         self.node, self._prompt_s = node, prompt_s
         self._is_windowed = is_windowed

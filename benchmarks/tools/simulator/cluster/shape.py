@@ -50,13 +50,13 @@ class InstanceShape:
     """Whether the double check is also made when pages are reserved."""
     block_tokens: int = BLOCK_TOKENS
     saturating_tokens: int | None = None
-    """Number of tokens from which on a larger pass is no faster, as in `PrefillQueue`."""
+    """Number of tokens above which a larger pass computes no more tokens a second, as in `PrefillQueue`."""
     prefill_layer_window: bool = False
     """Whether the devices of prefill instances have memory for only some layers at a time."""
     first_token_s: float = 0.0
-    """Seconds before a first token that are spent neither in queues nor with computing: front, dispatch."""
+    """Seconds that front and dispatch add before each first token. Queues and computing are not included."""
     prompt_s: float = 0.0
-    """Seconds of a prefill instance that each prompt takes besides the prompt's passes."""
+    """Seconds for which each prompt occupies a prefill instance in addition to its passes."""
     slowdowns: tuple[float, float] | None = None
     """Factors of prefill's and decode's times while other instances compute.
 

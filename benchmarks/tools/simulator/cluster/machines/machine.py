@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 LONGEST_SHARE = 0.1
-"""The share of a request's token gaps that count for its TBT: the mean of the longest ones."""
+"""The share of a request's token gaps that count for its TBT, which is the mean of the longest gaps."""
 _SEED = 0
 
 
