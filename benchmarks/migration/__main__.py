@@ -9,12 +9,12 @@ other and back. Before a move its destination's pool holds none of its blocks, s
   none           the stream stays, for the same number of tokens as in the migration before
   migration      its blocks are copied while it is decoded, then it is handed over
     stop and copy  it is handed over first
-    recompute      the same, and the other instance computes its KVCache again
+    recompute      the same, but the other instance computes its KVCache again
 
 The pause is the longest gap between two tokens, from the first order until three tokens after the move.
-Throughput is that of the other streams of source and destination in the same time, divided by their
-throughput without a move. Limits (*bars*): the p99 of the pause is at most two iterations above the p99
-without a move, and throughput is at least 95%.
+Throughput is measured over the same time: the throughput of the other streams at source and destination,
+divided by their throughput without a move. Limits (*bars*): the p99 of the pause is at most two iterations
+above the p99 without a move, and throughput is at least 95%.
 
 Owns: the ways, the table, the bars. Does not know: how a stream moves.
 """

@@ -9,7 +9,8 @@ limits (*bars*) of some of them.
 
 - overlap: prompts whose first half is in the pool, so that half of the KVCache is loaded and half is stored.
 - slow: Figure 7 of the Mooncake paper: nothing is cached, and stores are throttled to the computation's time.
-- reuse: a prompt of 4k tokens, of which 95% are in DRAM of the own pool, or of another instance over TCP.
+- reuse: a prompt of 4k tokens. 95% of its tokens are in DRAM: in the worker's own pool, or in another
+  instance's pool that is reached over TCP.
 - window: whole prompts on a device with memory for some layers at a time, and on one with memory for all.
 - pipeline: two stages of one core each against one stage of one core, as `mooncake-serve` runs them, with the
   default model. The timeline of the last prompt of each size is written to `--timelines FOLDER`, as a Chrome

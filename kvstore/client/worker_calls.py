@@ -35,8 +35,8 @@ class WorkerCalls:
     """A worker's connection to its messenger.
 
     `send` and `ask` raise PoolError if the messenger is gone, or does not take the message within
-    `_ANSWER_TIMEOUT_S`; `ask` also if it does not answer in that time (no limit for calls that wait for
-    something else, such as free pages).
+    `_ANSWER_TIMEOUT_S` seconds. `ask` also raises PoolError if the messenger does not answer in that time.
+    Answers to calls that wait for something else, such as free pages, have no time limit.
     """
 
     def __init__(self, sock: socket.socket, instance: str) -> None:

@@ -76,8 +76,8 @@ class VllmPublisher(Publisher):
       default. Every router reads integers. Not all routers read bytes, and routers that read bytes shorten
       them differently.
     - A block whose tokens are not known is announced by its hash alone, without tokens and with block size 0,
-      as vLLM announces blocks that it offloads. Routers apply such an event to a block that they know, as
-      moved to another tier, and skip it otherwise: they are never told a wrong prefix.
+      as vLLM announces blocks that it offloads. A router that knows the block takes such an event as the move
+      of the block to another tier. Other routers skip the event. So no router is told a wrong prefix.
     - The first event of each messenger process is `AllBlocksCleared`: batch numbers restart at 0, and
       followers must forget all earlier events.
     - A replay from a number before the oldest kept batch begins with that batch, and the batches' numbers

@@ -11,8 +11,9 @@ The disk may lose power between a record and its data. So `SsdTier.load` always 
 (`PageTable.is_intact`) and the checksums of a block that it reads, although this is not needed after kill -9.
 
 An existing slab keeps its size: another size would mean another table, and the loss of its blocks. Slots are
-not written when a slab is created. So the first write to a slot is slower by about half (the file system
-records that the slot is written), but writing zeros would be as slow, and wear the disk.
+not written when a slab is created. Therefore the first write to a slot is slower by about half: the file
+system records that the slot is written. Writing zeros at the creation would take as much time, and would wear
+the disk.
 
 The speed of O_DIRECT also depends on memory: a block that lies in fewer physically contiguous pieces takes
 fewer requests to the disk.

@@ -78,8 +78,8 @@ class Transfer:
         """Submit one frame of writes, waiting while too many requests of its class are pending.
 
         `done` is called once, when no byte of the source will be read for this frame any more (see
-        WriteRequest). The peer may be told of the bytes in its pages later. Raises TransferError if the
-        transfer has failed; `done` is called then too.
+        WriteRequest). The peer may be told only later that the bytes are in its pages. Raises TransferError
+        if the transfer has failed; `done` is called then too.
         """
 
         def finish(outcome: WriteOutcome, reason: str) -> None:

@@ -79,8 +79,8 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
 class Introduction(msgspec.Struct, tag=True, frozen=True):
     """The sender's identity. `segment_bytes` is set when the descriptor of the sender's segment is passed.
 
-    Lanes of one `session` (random, of the sender's choice) are numbered by `lane`. Without an `identity` the
-    sender has no blocks and may only probe.
+    `session` is a random name that the sender has chosen for its session, `lane` the number of this lane in
+    the session. Without an `identity` the sender has no blocks and may only probe.
     """
 
     proof: bytes
@@ -112,8 +112,8 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
     """The offsets of the receiver's page table, by which the sender finds sealed blocks itself.
 
-    See `messenger.shm.catalogue`. They are byte offsets of arrays with one entry for each page, and multiples
-    of 8. Pages are as in `CopySlot`.
+    Each is the byte offset of an array with one entry for each page, and a multiple of 8. Pages are as in
+    `CopySlot`. See `messenger.shm.catalogue`.
     """
 
     states_offset: int

@@ -6,8 +6,8 @@ decode instances the TBT SLO. So the search begins with the division for which t
 the highest goodput (`conductor.elasticity.capacity`), and walks to a neighbour while the neighbour is better.
 
 A rival must serve the rate at which the best cluster so far fails; if it does not, a single simulation is
-enough. Coupled instances with a small chunk size need more iterations for a prompt, with a large chunk size
-longer iterations: the search begins with the middle size, and walks in steps that are halved.
+enough. With a small chunk size coupled instances need more iterations for a prompt, with a large chunk size
+their iterations take longer. So the search begins with the middle size, and walks in steps that are halved.
 
 Clusters that the search only passes are simulated with one seed. Clusters that it compares in the end and
 reports are simulated with all seeds.
