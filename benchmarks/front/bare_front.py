@@ -1,4 +1,4 @@
-"""The floor of the front's benchmark: FastAPI that streams the tokens that a request asks for.
+"""The lower bound (*floor*) of the front's benchmark: a FastAPI server that only streams tokens.
 
 It sends one event in each step. It reads only `max_tokens`, computes nothing and counts nothing.
 

@@ -61,8 +61,10 @@ class Effort(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """The number of rounds of two short measurements that take as long as `num_long_rounds` rounds of two
-        long ones."""
+        """The number of rounds with two short measurements each.
+
+        They take as long as `num_long_rounds` rounds with two long measurements each.
+        """
         return round(self.num_long_rounds * self.long_budget_s / self.budget_s)
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.overload.slowed MODEL_FOLDER [mooncake-serve flags]
 
-So several instances of both roles share a small machine without competing for its cores. The server is
-unchanged, except that the device waits after each pass (`slowed_worker`).
+With such workers, several instances of both roles share a small machine without competing for its cores. The
+server is unchanged, except that the device waits after each pass (`slowed_worker`).
 
 Owns: the model in a folder, the choice of the workers' module. Does not know: the durations of passes.
 """

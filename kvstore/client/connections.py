@@ -211,7 +211,7 @@ class PoolConnection(ABC):
         """Store blocks of distinct keys, layer by layer as `copy` copies them."""
 
     def layer_groups(self, num_blocks: int) -> Iterator[range]:
-        """Yield ranges of layers, each of which one message commits."""
+        """Yield ranges of layers. Each range is committed by one message."""
         stride = -(-_WRITTEN_BYTES // (num_blocks * self.layout.layer_bytes))
         stride = max(1, min(stride, _COMMIT_BYTES // (num_blocks * CHECKSUM_BYTES)))
         num_layers = self.layout.num_layers

@@ -87,7 +87,7 @@ class Fetched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Located(msgspec.Struct, tag=True, frozen=True):
-    """The places of blocks, one byte a key: an index into `LOCATIONS`."""
+    """The places of blocks: for each key one byte, which is an index into `LOCATIONS`."""
 
     call_id: int
     locations: bytes

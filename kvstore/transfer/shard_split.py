@@ -1,8 +1,8 @@
 """The split of this pool's blocks between the shards of a group of pools.
 
 A group (the stages of a pipeline, the ranks of a tensor-parallel group) holds each block as several shards,
-one in each member's pool. A messenger that fetches a block from a group asks each member for the part of its
-own shard that the member has.
+one in each member's pool. A messenger that fetches a block from a group asks each member for the overlap of
+the member's shard with the messenger's own shard.
 
 Owns: the arithmetic of the split. Does not know: connections, which blocks a member has.
 """

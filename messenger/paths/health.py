@@ -19,7 +19,7 @@ FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0
 """Seconds of the longest backoff. A repaired path is noticed after this time at the latest."""
 _MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))
-"""The first pause, doubled this many times, is the longest pause or more."""
+"""The number of doublings after which the first pause reaches the longest pause."""
 
 
 @dataclass(slots=True)

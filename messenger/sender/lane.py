@@ -238,7 +238,8 @@ class Lane:
             self._send_queue.send()
 
     def _send_requests(self) -> None:
-        """Send requests, with the waiting frames that have no answer. Without a request such frames wait."""
+        """Send requests, together with waiting frames that get no answer. If no request is sent, such frames
+        keep waiting."""
         if not self._is_running or self._send_queue.is_stopped:
             return
         begun: list[bytes | memoryview] = []

@@ -1,7 +1,8 @@
 """The outlet of a lane: how the bytes of requests reach the peer, after the lane's frames or beside them.
 
 An outlet is the sending counterpart of an inlet (`messenger.transport.transports`). Each transport has its
-own outlet and inlet, and an opening that makes both with the peer's answer in the handshake.
+own outlet, inlet and opening. An opening takes part in the handshake, and makes outlet and inlet from the
+peer's answer.
 
 Owns: what is the same over all transports. Does not know: the queues, other lanes.
 """

@@ -59,7 +59,7 @@ class Queues(Generic[CarrierT]):
         self._queues: dict[Urgency, deque[LaneRequest]] = {urgency: deque() for urgency in Urgency}
         self._lanes: Sequence[CarrierT] = []
         self._has_main = False
-        """Whether any lane is up whose path is no standby path."""
+        """Whether a lane is up that is not on a standby path."""
         self._kept_free: CarrierT | None = None
         """The lane that carries no bulk while latency requests are expected; None if there is only one
         lane."""

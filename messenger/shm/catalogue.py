@@ -2,7 +2,7 @@
 
 A reader that has the segment mapped finds a block by its key, copies it and compares it with its checksums,
 in one native call and without a message to the owner: see catalogue.cpp. Afterwards it checks that the block
-has stayed in its page. A reader that does not find a block intact asks its owner.
+has stayed in its page. A reader that does not find a block intact asks the owner of the segment.
 
 Owns: finding blocks, and reading them. Does not know: who evicts them, connections.
 """

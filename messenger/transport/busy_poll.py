@@ -48,7 +48,7 @@ class Backoff:
             self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
 
     def slept_briefly(self) -> None:
-        """Record that a busy poll in place of a sleep would have met an event."""
+        """Record that a sleep ended so soon that a busy poll would have seen its event."""
         if not self._is_crowded:
             self._num_to_skip = 0
 

@@ -124,7 +124,7 @@ class Stream:
     def moved(self, num_bytes: int) -> None:
         """Count work towards the end of this connection's turn.
 
-        `num_bytes`: the number of bytes that a socket moves with the same work.
+        `num_bytes`: the work, expressed as the number of bytes that a socket would move in the same time.
         """
         self._num_moved += num_bytes if num_bytes > _LEAST_BYTES else _LEAST_BYTES
 

@@ -25,7 +25,7 @@ them.
     Probe                          ->                     bytes to be discarded, to measure a path
                                    <-     WriteAck
 
-Each side has a shard of the same model's blocks: a range of its layers, and of each layer a range of its
+Each side has a shard of the same model's blocks: a range of the model's layers, and in each layer a range of
 heads. Layers and heads in messages are numbered as in the model. If both sides have the same heads, frames do
 not name any, and several layers of a block travel as one range. Otherwise a frame names the *part* of each
 layer that it carries: heads that both sides have. Such a part is one byte range only within a single layer.

@@ -2,11 +2,12 @@
 
     python -m benchmarks.tools.simulator.against_real TRACE.jsonl.gz --out FOLDER
 
-The command first profiles a worker. The profile of a single worker lacks the other times before a first
-token, the variation of iterations, and how much instances on the same cores slow each other down. Short
-closed loops on the running server measure these (`calibration`). Then the command sends five loads through
-HTTP (`mooncake-bench`): a part of the trace with shorter lengths, and four synthetic loads. Each is simulated
-with the same requests, and the figures are compared. Results of an earlier call in FOLDER are used again.
+The command first profiles a worker. The profile of a single worker lacks three costs: the times before a
+first token that are not computing, the variation of iterations, and how much instances on the same cores slow
+each other down. Short closed loops on the running server measure these (`calibration`). Then the command
+sends five loads through HTTP (`mooncake-bench`): a part of the trace with shorter lengths, and four synthetic
+loads. Each is simulated with the same requests, and the figures are compared. Results of an earlier call in
+FOLDER are used again.
 
 Owns: the loads, this machine as a card, the comparison. Does not know: how the server is loaded, how it is
 simulated.

@@ -1,6 +1,7 @@
 """Figures of a trace, and the parameters of a synthetic load that resembles it.
 
-Prefixes are followed with a table of all block ids, so memory grows with the number of different blocks.
+The estimators keep a table of all block ids to find shared prefixes. So memory grows with the number of
+different blocks.
 
 Owns: the estimators. Does not know: files, and how loads are made from the parameters (`synthetic`).
 """

@@ -301,7 +301,10 @@ class SchedulerSide:
         return tracked
 
     def _keys(self, tracked: _Tracked, num_tokens: int) -> list[BlockKey]:
-        """Return the keys of the full blocks of the first `num_tokens` tokens, or of more tokens."""
+        """Return the keys of the full blocks of a request's first `num_tokens` tokens.
+
+        If keys of later blocks are known already, they are included.
+        """
         if len(tracked.keys) < num_tokens // self._block_size:
             tokens = tracked.request.all_token_ids[:num_tokens]
             tracked.keys = extended_keys(tracked.keys, tokens, self._block_size, tracked.root)

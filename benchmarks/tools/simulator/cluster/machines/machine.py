@@ -1,4 +1,4 @@
-"""The effects of an instance on other instances of its machine, and of a real machine on every iteration.
+"""How instances on one machine slow each other down, and how iterations vary on a real machine.
 
 Instances on machines of their own, as in all clusters made from cards, have no such effects.
 
