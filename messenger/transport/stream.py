@@ -320,7 +320,7 @@ def _new_buffer(num_bytes: int) -> memoryview:
 
 
 def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Return the buffers for one system call, of so few bytes that other tasks run soon.
+    """Return the buffers for one system call. They have so few bytes that other tasks run soon.
 
     Frames before a large payload leave separately, so that the other end reads them while the payload is
     copied.

@@ -16,9 +16,9 @@ CACHED = (0.25, 0.5, 0.75, 0.9, 0.97)
 DEVICES = (("llama-3.1-8b", "a100", 1), ("llama-13b", "a100", 1), ("llama3-70b", "a800", 8))
 PAPER_GBPS = 200.0
 MEASURED_S = {1024: 0.714, 2048: 1.692, 4096: 4.650, 8160: 13.857}
-"""Measured seconds to compute the second half of a prompt after a cached first half, by prompt tokens.
+"""Measured seconds to compute the second half of a prompt if its first half is cached.
 
-They are from docs/benchmarks.md, "Prefill".
+The keys are the tokens of the whole prompt. The seconds are from docs/benchmarks.md, "Prefill".
 """
 SMOLLM2_LAYERS, SMOLLM2_LAYER_BYTES = 30, 3 * 64 * 2 * 2
 """The layers of SmolLM2-135M, and the bytes of a token's KVCache in one layer (equation 15)."""

@@ -120,7 +120,10 @@ def _stage_times(nodes: PrefillNodes, num_tokens: int) -> list[tuple[float, floa
 
 
 def traffic(load: float) -> list[Arrival]:
-    """Return arrivals of short and long prompts at random times, which offer `load`."""
+    """Return arrivals of short and long prompts at random times.
+
+    `load`: the offered work, as in `LOADS`.
+    """
     rng, at_s, nodes = random.Random(SEED), 0.0, nodes_with(LINKS_GBPS[0])
     drawn = [SHORT if rng.random() >= LONG_SHARE else LONG for _ in range(NUM_PROMPTS)]
     lengths = [rng.randrange(low, high + 1, _STEP_TOKENS) for low, high in drawn]
