@@ -29,8 +29,9 @@ class LowerTier(Protocol):
 class Evictor:
     """The component that evicts blocks from DRAM when pages are needed.
 
-    `on_evict` is called with each page before its block is evicted, `on_space` whenever a page becomes free
-    or idle, `on_pressure` when fewer pages are free than `low_watermark`, or than a request needs.
+    `on_evict` is called with each page before its block is evicted. `on_space` is called whenever a page
+    becomes free or idle. `on_pressure` is called when fewer pages are free than `low_watermark`, or than a
+    request needs.
     """
 
     def __init__(

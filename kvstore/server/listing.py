@@ -143,8 +143,8 @@ def _info(tier: Tier, allocator: PageAllocator, page: int) -> BlockInfo:
 async def verify_block(store: Store, key: BlockKey) -> bool | None:
     """Compare all copies of a block with their checksums, and drop damaged copies.
 
-    This does not count as a use of the block. Returns False if a copy is damaged, True if all copies are
-    intact. Returns None if there is no copy, or if a copy cannot be read now and no other copy is damaged.
+    This does not count as a use of the block. Returns False if a copy is damaged, and True if all copies are
+    intact. In all other cases returns None: there is no copy, or a copy cannot be read now.
     """
     results = [*await _verify_in_dram(store, key), *await _verify_on_ssd(store, key)]
     if False in results:

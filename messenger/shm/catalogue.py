@@ -1,8 +1,9 @@
 """The catalogue of a shared segment: the page of each sealed block, for readers on the same host.
 
-A reader that has the segment mapped finds a block by its key, copies it and compares it with its checksums,
-in one native call and without a message to the owner: see catalogue.cpp. Afterwards it checks that the block
-has stayed in its page. A reader that does not find a block intact asks the owner of the segment.
+A reader that has the segment mapped finds a block by its key, copies it, and compares it with its checksums.
+Then the reader checks that the block has stayed in its page. All of this is one native call, without a
+message to the owner: see catalogue.cpp. A reader that does not find a block intact asks the owner of the
+segment.
 
 Owns: finding blocks, and reading them. Does not know: who evicts them, connections.
 """

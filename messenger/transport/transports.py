@@ -1,10 +1,10 @@
 """Transports between two messengers: shared memory on one host, RDMA or TCP between hosts.
 
-Over `shm` each side passes a descriptor of its segment once. The side that asks copies: a writer into pages
-that are granted to it (see messenger.shm.copy_table), a reader out of blocks that it finds (see
-messenger.shm.catalogue) or that the holder has found. If the writer cannot copy, the receiver copies out of
-the writer's segment. Over `tcp` the payload follows the frame and is received straight into the page. Over
-`rdma` bytes go from memory to memory, beside the connection of the frames: see messenger.rdma.
+Over `shm` each side passes a descriptor of its segment once. The side that asks copies the bytes. A writer
+copies into granted pages (see messenger.shm.copy_table). A reader copies out of blocks that it finds itself
+(see messenger.shm.catalogue), or that the holder has found for it. If the writer cannot copy, the receiver
+copies out of the writer's segment. Over `tcp` the payload follows the frame and is received straight into the
+page. Over `rdma` bytes go from memory to memory, beside the connection of the frames: see messenger.rdma.
 
 Owns: choice of transport, opening sockets, moving one frame's bytes. Does not know: grants, acknowledgements.
 """

@@ -54,7 +54,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """Return the spread of those values that are not None, or None if there are no such values."""
+        """Return the spread of the values that are numbers; None if all values are None."""
         known = np.array([value for value in values if value is not None])
         if not known.size:
             return None

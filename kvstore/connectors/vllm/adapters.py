@@ -17,11 +17,11 @@ class Adapters:
         self._digests: dict[int, str | None] = {}
 
     def digest(self, lora_request: Any | None) -> str | None:
-        """Return the digest of a request's adapter: empty without an adapter, None for an adapter without
-        identity.
+        """Return the digest of a request's adapter.
 
-        An adapter has no identity if its files are not on this host, or if it is replaced in place. Blocks of
-        requests with such an adapter are not shared.
+        The digest is empty if the request has no adapter, and None if the adapter has no identity: its files
+        are not on this host, or it is replaced in place. Blocks of requests with such an adapter are not
+        shared.
         """
         if lora_request is None:
             return ""

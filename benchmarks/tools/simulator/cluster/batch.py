@@ -1,7 +1,7 @@
 """A running batch of continuous batching, advanced many iterations at a time.
 
 While no request joins or leaves, iteration i of a run takes `fixed_s + kv_token_s * (num_kv_tokens + i *
-size)`, so the time of n iterations is a sum in closed form, and so is the number of iterations that have
+size)`. So there is a closed form for the time of n iterations, and for the number of iterations that have
 begun by a given time. The gaps between a request's tokens are kept as runs of iterations, not token by token.
 
 Owns: the members of the batch, the number of its iterations, the times between tokens. Does not know: the

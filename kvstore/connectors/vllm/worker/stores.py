@@ -82,7 +82,8 @@ class WorkerStores:
         self._incomplete: set[str] = set()
         """Running requests with a block that was not stored.
 
-        Their later blocks are not stored either, as no request could use them without the missing block.
+        Their later blocks are dropped too, because a later request can use a block only together with all
+        blocks before it.
         """
         self._resume_s = 0.0
         self._is_closed = False

@@ -1,8 +1,8 @@
 """The admission of requests to the batch of a simulated decode instance.
 
-The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
-again whenever a request leaves the batch, until the first token is due. Prompts that are inlined (`inlining`)
-keep their pages in the pool until they are computed.
+The double check (Mooncake, section 3) uses the server's own predictor. It is made when prefill has ended, and
+repeated whenever a request leaves the batch, until the first token is due. Prompts that are inlined
+(`inlining`) keep their pages in the pool until they are computed.
 
 Owns: the order of events until a sequence waits for the batch. Does not know: iterations.
 """
