@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -145,12 +145,16 @@ class ModulesHost:
             try:
                 await connections.send(sock, Hosting(lent.num_pages, token))
                 async with asyncio.timeout(_JOIN_TIMEOUT_S):
-                    passes, pages = await asyncio.gather(*joining.values())
+                    joined = asyncio.gather(*joining.values())
+                    await _end_of(sock, joined)
+                    if not joined.done():
+                        raise ModulesStayError(f"{lent.request.owner} has gone")
+                    passes, pages = await joined
             except TimeoutError:
                 raise ModulesStayError(f"{lent.request.owner} has not opened all connections") from None
             finally:
-                for joined in joining:
-                    self._joining.pop(joined, None)
+                for awaited in joining:
+                    self._joining.pop(awaited, None)
                 for future in joining.values():
                     if future.done() and not future.cancelled():
                         stack.callback(future.result().close)
@@ -253,8 +257,8 @@ def _request(payload: bytes) -> FromOwner | None:
         return None
 
 
-async def _end_of(sock: socket.socket, *threads: "asyncio.Future[None]") -> None:
-    """Wait until a thread or the connection has ended. An owner sends nothing after its request."""
+async def _end_of(sock: socket.socket, *others: "asyncio.Future[Any]") -> None:
+    """Wait until the connection or one of `others` has ended. An owner sends nothing after its request."""
 
     async def owner_speaks() -> None:
         with contextlib.suppress(OSError):
@@ -262,7 +266,7 @@ async def _end_of(sock: socket.socket, *threads: "asyncio.Future[None]") -> None
 
     speaking = asyncio.create_task(owner_speaks())
     try:
-        await asyncio.wait((speaking, *threads), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((speaking, *others), return_when=asyncio.FIRST_COMPLETED)
     finally:
         speaking.cancel()
 

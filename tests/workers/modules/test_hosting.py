@@ -19,7 +19,7 @@ from tests.workers.mini_cluster import FINGERPRINT, tokens_of
 from tests.workers.modules_lab import NUM_PAGES, paired, until, wide_model
 from tests.workers.modules_lab import hosting as hosting_of
 from workers.errors import ModulesStayError
-from workers.modules import hosting
+from workers.modules import connections, hosting
 from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.link_messages import LINK_VERSION, HostModules
 
@@ -42,6 +42,20 @@ async def test_an_owner_that_ends_leaves_nothing_behind(
         assert pair.host.num_hosted == {"d9": 1}
         assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES * 3 // 4
         link.close()  # as the system does at the end of a process
+        await until(lambda: not pair.host.num_hosted)
+        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+
+
+async def test_an_owner_on_another_host_that_ends_before_all_connections_are_open_leaves_nothing_behind(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "_JOIN_TIMEOUT_S", 100 * DEADLINE_S)
+    async with paired(start_decode_lab, tmp_path, is_remote=True) as pair:
+        request = HostModules(LINK_VERSION, "d9", FINGERPRINT, ModulesPart(1), NUM_PAGES, NUM_PAGES, 16, 8)
+        with await connections.connect(pair.path, CLUSTER_KEY) as sock:
+            await connections.send(sock, request)
+            assert await connections.receive(sock)
+            assert pair.host.num_hosted == {"d9": 1}
         await until(lambda: not pair.host.num_hosted)
         assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
 
