@@ -112,7 +112,7 @@ class Owners:
 
     def __init__(self, listener: socket.socket, key: ClusterKey) -> None:
         self._listener, self._key = listener, key
-        self._unauthenticated = WaitingPeers[socket.socket](_MOST_UNAUTHENTICATED, _shut_down)
+        self._unauthenticated = WaitingPeers[socket.socket](_MOST_UNAUTHENTICATED, shut_down)
 
     async def run(self, serve: Serve) -> None:
         """Admit peers, and serve each authenticated one, until cancelled."""
@@ -158,6 +158,7 @@ def _set_options(sock: socket.socket) -> None:
         sock.setsockopt(*option)
 
 
-def _shut_down(sock: socket.socket) -> None:
+def shut_down(sock: socket.socket) -> None:
+    """End a connection in both directions. Whoever reads from it learns of the end. Idempotent."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

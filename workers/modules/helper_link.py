@@ -6,6 +6,7 @@ computed.
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable
@@ -173,7 +174,9 @@ async def _connect_remote(
             joined[purpose] = opened.enter_context(await connections.connect(endpoint, access.key))
             await connections.send(joined[purpose], Join(hosting.token, purpose))
         part = shared_part(request, hosting.num_pages, model, kv)
-        pages = PagesClient(joined[Purpose.PAGES], part.layout.pages, access.timeout_s)
+        # Without its pages a helper is of no use, though it may go on computing.
+        lose = functools.partial(connections.shut_down, sock)
+        pages = PagesClient(joined[Purpose.PAGES], part.layout.pages, access.timeout_s, lose)
         wire = Wire(joined[Purpose.PASSES], access.timeout_s)
         helped = part.own(part.layout.mailbox_alone(), access.timeout_s, wire, pages)
         opened.pop_all()

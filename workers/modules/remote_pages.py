@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,9 +68,11 @@ class PagesClient:
     cannot be reached, or nothing moves on the stream for `timeout_s` seconds.
     """
 
-    def __init__(self, sock: socket.socket, shape: PagesShape, timeout_s: float) -> None:
-        """Take ownership of `sock`."""
-        self._shape, self.pages_at_a_time = shape, shape.pages_at_a_time
+    def __init__(
+        self, sock: socket.socket, shape: PagesShape, timeout_s: float, on_lost: Callable[[], None]
+    ) -> None:
+        """Take ownership of `sock`. `on_lost` is called on the thread of a call that fails."""
+        self._shape, self.pages_at_a_time, self._on_lost = shape, shape.pages_at_a_time, on_lost
         self._sock, self._lock = sock, threading.Lock()
         weakref.finalize(self, sock.close)  # `close` does not, as a call may still use the descriptor
         sock.settimeout(timeout_s)
@@ -132,6 +134,7 @@ class PagesClient:
                 yield
             except OSError as error:
                 self.close()  # what has been sent of a message cannot be taken back
+                self._on_lost()
                 raise TransferError(
                     f"the helper's pages cannot be reached: {str(error) or type(error).__name__}"
                 ) from None

@@ -29,7 +29,7 @@ def connected(
     layers = [torch.randn(shape.layer_shape).to(shape.dtype) for _ in range(shape.num_layers)]
     near, far = socket.socketpair()
     server = PagesServer(LIBRARY, far, shape, layers)
-    client = PagesClient(near, shape, timeout_s)
+    client = PagesClient(near, shape, timeout_s, lambda: None)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -103,17 +103,19 @@ def test_what_does_not_fit_is_refused_and_writes_nothing(
 
 def test_a_lost_helper_fails_each_call() -> None:
     near, far = socket.socketpair()
-    client = PagesClient(near, SHAPES[0], DEADLINE_S)
+    lost = threading.Event()
+    client = PagesClient(near, SHAPES[0], DEADLINE_S, lost.set)
     far.close()
     for _ in range(2):
         with pytest.raises(TransferError, match="pages cannot be reached"):
             client.read_layer(0, torch.tensor([0]))
+        assert lost.is_set()
 
 
 def test_a_helper_that_stands_still_fails_a_call_in_time() -> None:
     near, far = socket.socketpair()
     with far:
-        client = PagesClient(near, SHAPES[0], 0.05)
+        client = PagesClient(near, SHAPES[0], 0.05, lambda: None)
         with pytest.raises(TransferError, match="timed out"):
             client.read_layer(0, torch.tensor([0]))
         with pytest.raises(TransferError):
@@ -123,7 +125,7 @@ def test_a_helper_that_stands_still_fails_a_call_in_time() -> None:
 def test_a_client_that_is_closed_ends_a_call_in_progress() -> None:
     near, far = socket.socketpair()
     with far, ThreadPoolExecutor(1) as threads:
-        client = PagesClient(near, SHAPES[0], DEADLINE_S)
+        client = PagesClient(near, SHAPES[0], DEADLINE_S, lambda: None)
         reading = threads.submit(client.read_layer, 0, torch.tensor([0]))
         assert far.recv(1), "it has asked"
         client.close()

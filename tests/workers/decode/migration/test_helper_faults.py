@@ -12,14 +12,17 @@ import transformers
 
 from kernels.cpu.moved_attention import AttentionHelper
 from kernels.cpu.passes import HostedPass
+from mooncake.messages.migration import LayerRange
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
 from tests.workers.gate import Brake
 from tests.workers.mini_cluster import tokens_of
-from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, paired, prepared, until, wide_model
+from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, Part, paired, prepared, until, wide_model
 from workers.decode.migration import helper_pace
+from workers.errors import SessionLostError
 from workers.modules import helper_link
 from workers.modules.helper_link import HelperAccess
+from workers.modules.remote_pages import PagesServer
 
 pytestmark = pytest.mark.cluster
 
@@ -125,6 +128,29 @@ async def test_an_owner_ends_although_its_helper_stands_still(
         helper.go_on()
         await pair.owner_has_gone()
         await until(lambda: not pair.host.num_hosted)
+
+
+@pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
+async def test_a_session_ends_if_the_pages_of_a_helper_on_another_host_cannot_be_reached(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Part
+) -> None:
+    """The helper stands still while no iteration asks it for anything; a request that comes is loaded."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(PagesServer, "_answer", lambda *_: goes_on.wait(DEADLINE_S))
+
+    async def load() -> None:
+        async with paired(start_decode_lab, tmp_path, is_remote=True) as pair:
+            pair.owner.decode._module_moves._helpers = HelperAccess(CLUSTER_KEY, 0.05)
+            await pair.move(part)
+            pair.begin("loaded", 20, pair.owner, inline=False)
+            try:
+                await until(lambda: False)
+            finally:
+                goes_on.set()
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await load()
+    assert ended.group_contains(SessionLostError, match="d1 is lost, and with it the KVCache of ")
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
