@@ -114,7 +114,7 @@ class PagesClient:
         for begin in range(0, len(pages), self.pages_at_a_time):
             some = pages[begin : begin + self.pages_at_a_time]
             with self._asking():
-                self._sock.sendall(_asked(layers, some, is_write=False))
+                _send(self._sock, _asked(layers, some, is_write=False))
                 for layer in into[:, begin : begin + len(some)]:
                     _receive_into(self._sock, _bytes_of(layer))
 
@@ -122,9 +122,9 @@ class PagesClient:
         for begin in range(0, len(pages), self.pages_at_a_time):
             some = pages[begin : begin + self.pages_at_a_time]
             with self._asking():
-                self._sock.sendall(_asked(layers, some, is_write=True))
+                _send(self._sock, _asked(layers, some, is_write=True))
                 for layer in blocks[:, begin : begin + len(some)]:
-                    self._sock.sendall(_bytes_of(layer))
+                    _send(self._sock, _bytes_of(layer))
                 _receive_into(self._sock, memoryview(bytearray(len(_WRITTEN))))
 
     @contextlib.contextmanager
@@ -177,11 +177,11 @@ class PagesServer:
             for layer in staged:
                 _receive_into(self._sock, _bytes_of(layer))
             self._in.copy(places, pages, layers)
-            self._sock.sendall(_WRITTEN)
+            _send(self._sock, _WRITTEN)
         else:
             self._out.copy(pages, places, layers)
             for layer in staged:
-                self._sock.sendall(_bytes_of(layer))
+                _send(self._sock, _bytes_of(layer))
 
 
 def _asked(layers: range, pages: Sequence[int], *, is_write: bool) -> bytes:
@@ -193,6 +193,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
     assert tensor.is_contiguous()
     return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _send(sock: socket.socket, data: bytes | memoryview) -> None:
+    """Send all bytes. Raises OSError, also if none can be sent for the timeout of `sock`.
+
+    `sendall` would raise it after the timeout though bytes move all the time, on a slow link.
+    """
+    left = memoryview(data)
+    while left:
+        left = left[sock.send(left) :]
 
 
 def _receive_into(sock: socket.socket, buffer: memoryview) -> None:

@@ -122,6 +122,21 @@ def test_a_helper_that_stands_still_fails_a_call_in_time() -> None:
             client.write_layer(0, torch.tensor([0]), torch.zeros(1, 2, 2, 4, 8))
 
 
+class SlowLink(socket.socket):
+    """A socket on which bytes move all the time, and so slowly that those of a message take too long."""
+
+    def sendall(self, *_: object) -> None:
+        raise TimeoutError("not all bytes were sent within the timeout")
+
+
+def test_a_message_may_take_longer_than_the_timeout_while_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", SlowLink)
+    with connected(SHAPES[0]) as (client, layers):
+        blocks = client.read_layer(0, torch.tensor([1]))
+        client.write_layer(1, torch.tensor([2]), blocks)
+        assert torch.equal(layers[1][2], layers[0][1])
+
+
 def test_a_client_that_is_closed_ends_a_call_in_progress() -> None:
     near, far = socket.socketpair()
     with far, ThreadPoolExecutor(1) as threads:
