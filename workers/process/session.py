@@ -288,7 +288,9 @@ class LeaderSession:
             self._layout,
             shards_of(PoolShard(pool.address, pool.segment.layout), self._behind),
             least_capacity(
-                Capacity(pool.num_pages, self._executor.kv.num_pages, self._process.config.worker.max_batch),
+                Capacity(
+                    pool.num_pages, self._executor.kv.num_own_pages, self._process.config.worker.max_batch
+                ),
                 self._behind,
             ),
             self._engines,
