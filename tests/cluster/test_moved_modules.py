@@ -333,7 +333,7 @@ def test_a_killed_process_ends_a_request_that_fits_nowhere_then_and_costs_no_oth
 def test_another_conductor_knows_how_many_pages_are_the_owners_own(
     small_nodes: dict[str, Server], part: str
 ) -> None:
-    """With KV heads elsewhere no request is longer than fits without a helper, as they may return any time."""
+    """While KV heads are elsewhere, no request is longer than fits without a helper."""
     conductor, long = small_nodes["conductor"], body(LONG, num_tokens=NUM_LONG)
     assert migrate(conductor, "decode-0", "decode-1", part) == 0
     os.kill(conductor.pid_of("conductor"), signal.SIGKILL)
