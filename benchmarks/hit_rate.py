@@ -4,8 +4,8 @@
 
 The trace is replayed through the pool's own code with tiny pages. Each request reserves the blocks of its
 prompt, stores the missing ones, and leaves. Below the low watermark blocks are evicted up to the high
-watermark; both have their default values. The trace has one line a request, with `input_length` (tokens) and
-`hash_ids`, one id for each 512-token block of the prompt; equal ids mean equal prefixes.
+watermark; both have their default values. The trace has one line for each request, with `input_length`
+(tokens) and `hash_ids`, one id for each 512-token block of the prompt; equal ids mean equal prefixes.
 """
 
 import argparse

@@ -35,7 +35,7 @@ from benchmarks.tools.arguments import count
 NUM_PROMPT_TOKENS = 1500
 POOL_BYTES = "2GiB"
 STORE_S = 0.5
-"""Seconds that the first server has to store its computed blocks."""
+"""Seconds of a pause in which the first server can store its computed blocks."""
 PER_CLIENT = 2
 """The requests of each client in a closed loop."""
 MOONCAKE_STORE = {

@@ -38,7 +38,7 @@ def quantiles(histogram: str) -> dict[str, str]:
 
 
 def rates(counter: str, *labels: str, where: str = "") -> dict[str, str]:
-    """Return the query of a counter's rate a second, summed by labels."""
+    """Return the query for the increase of a counter per second, summed by labels, and its legend."""
     legend = " ".join(f"{{{{{label}}}}}" for label in labels)
     return {f"sum by ({', '.join(labels)}) (rate({counter}{where}{RATE}))": legend}
 

@@ -3,7 +3,8 @@
 A machine without RDMA devices gets one line. A failed check is an error only if `messenger.transport` demands
 RDMA; else transfers use TCP.
 
-Owns: these checks. Does not know: verbs (a function returns what the transport itself finds).
+Owns: these checks. Does not know: verbs (callers pass a function that returns the ports that the transport
+finds).
 """
 
 import ipaddress

@@ -22,7 +22,7 @@ from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 MOST_TOO_LONG = 10_000
 """The most requests at the beginning of a load that may be too long for the server.
 
-If there are more, the load is given up: no request of an endless load may be short enough.
+If there are more, the load is given up, because an endless load may have no request that is short enough.
 """
 
 

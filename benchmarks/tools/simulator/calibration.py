@@ -162,9 +162,11 @@ class _Busy:
 
 
 def _fitted_gaps(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
-    """Fit gap = slowdown * iteration + joins in a gap * (constant + token * length of a prompt).
+    """Fit the gaps between tokens of the busy loops.
 
-    Returns the slowdown, at least 1, and the costs of a request that joins.
+    The model is `gap_s = slowdown * iteration_s + joins * (constant_s + token_s * num_input_tokens)`, where
+    `joins` is the number of requests that join the batch during a gap. Returns the slowdown, at least 1, and
+    the costs of a request that joins.
     """
     joins = [b.gap_s / b.each_s for b in busy]
     rows = [
@@ -178,9 +180,10 @@ def _fitted_gaps(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
 
 
 def _fitted_prefills(busy: Sequence[_Busy]) -> tuple[float, float]:
-    """Fit seconds for each prompt = prefill * slowdown while a request is being decoded + constant.
+    """Fit the seconds from one first token to the next in the busy loops.
 
-    Returns the slowdown, at least 1, and the constant.
+    The model is `each_s = factor * prefill_s + constant_s`, where `factor` is the slowdown while a request is
+    being decoded, and 1 at other times. Returns the slowdown, at least 1, and the constant.
     """
     rows = [(b.prefill_s * min(1.0, b.num_decoding), 1.0) for b in busy]
     added, constant_s = _non_negative(rows, [b.each_s - b.prefill_s for b in busy], [b.each_s for b in busy])
@@ -190,10 +193,10 @@ def _fitted_prefills(busy: Sequence[_Busy]) -> tuple[float, float]:
 def _non_negative(
     rows: Sequence[tuple[float, ...]], targets: Sequence[float], scales: Sequence[float]
 ) -> list[float]:
-    """Return the factors, none negative, whose sums over `rows` are nearest to `targets`.
+    """Return the non-negative factors with which the weighted sums of `rows` are nearest to `targets`.
 
-    Errors are relative to `scales`. All sets of factors that include the first one are tried; factors outside
-    a set are 0.
+    Errors are relative to `scales`. The function tries each set of factors that includes the first factor.
+    All factors outside the set are 0.
     """
     features = np.array(rows) / np.array(scales)[:, None]
     values = np.array(targets) / np.array(scales)
