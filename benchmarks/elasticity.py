@@ -225,7 +225,10 @@ def _ask_for_prompts(url: str, model: str, number: int) -> None:
 
 
 def measure_drain(output: int) -> None:
-    """Measure and print how long an instance with 32 running streams takes to leave, and changed answers."""
+    """Measure how long an instance with 32 running streams takes to leave, and print the time.
+
+    Also prints the number of answers that have changed.
+    """
     with cluster(ORDER_FLAGS, output) as url:
         model = find_server(url, None, None).model
         quiet = [Streams(url, model, 64, 400).results() for _ in range(2)]

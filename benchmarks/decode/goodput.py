@@ -16,7 +16,7 @@ TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
 MIN_RATIOS = {"mooncake": (2.2, 1.75), "vllm": (1.3, 1.3)}
 """The least ratios of our goodput to vLLM's, by the engine of our instances.
 
-The first is to vLLM with its defaults, the second to vLLM in its best way.
+The first ratio is to vLLM with its defaults, the second to vLLM with its best settings.
 """
 MIN_LONG_BY_SHORT = 0.9
 MIN_IN_TIME = 0.5
@@ -126,8 +126,8 @@ def holds(best: Row, overloaded: Row) -> bool:
 def compare(ours: Row, peer: Row | None, tuned_peer: Row | None, bars: tuple[float, float]) -> bool:
     """Print our best goodput as a multiple of vLLM's.
 
-    `bars` are the least ratios: to vLLM with its defaults, and to vLLM in its best way. Returns whether both
-    are reached, and our row serves both kinds of requests.
+    `bars` are the least ratios: to vLLM with its defaults, and to vLLM with its best settings. Returns
+    whether both ratios are reached, and our row serves both kinds of requests.
     """
     is_met = ours.serves_both_kinds
     print(f"\nours at {ours.rate_per_s:g} req/s serves both kinds of requests: {'yes' if is_met else 'no'}")

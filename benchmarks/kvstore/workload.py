@@ -71,7 +71,8 @@ class Ring:
     ) -> Iterator[list[int]]:
         """Yield the blocks of each call, and append each call's seconds to `times_s`.
 
-        It is `time` for calls that are awaited: a call lasts until the caller asks for the next blocks.
+        This is like `time`, but for calls that are awaited: a call lasts until the caller asks for the next
+        blocks.
         """
         deadline_s = time.perf_counter() + budget_s
         while not times_s or time.perf_counter() < deadline_s:

@@ -22,8 +22,9 @@ A further connection closes the oldest connection, whose peer may connect again.
 MOST_SENT_BYTES = 8 << 10
 """The most bytes that the peer of one connection may send.
 
-libzmq keeps every frame of an unfinished message, in up to 32 times the frame's bytes. A router sends 20
-bytes at first and 20 for each replay. If its connection is closed, a router connects again by itself.
+libzmq keeps every frame of an unfinished message, and may need 32 times the frame's bytes for it. A router
+sends 20 bytes at first and 20 for each replay. If its connection is closed, a router connects again by
+itself.
 """
 LOOK_INTERVAL_S = 0.01
 """Seconds between two checks while a peer is connected.

@@ -95,7 +95,7 @@ class Evictor:
     def is_disposable(self, page: int) -> bool:
         """Return whether the block in `page` may leave DRAM.
 
-        It may if the lower tier holds the block, or accepts no blocks.
+        The block may leave if the lower tier holds it, or if the lower tier accepts no blocks.
         """
         lower = self._lower
         return lower is None or not lower.is_accepting or lower.holds(self._allocator.table.key(page))

@@ -218,7 +218,7 @@ def open_store(
 ) -> Store:
     """Return the store with the blocks in segment and slabs adopted, and start the tasks that work on it.
 
-    Raises ConfigError or MismatchError if a slab cannot be this pool's.
+    Raises ConfigError or MismatchError if a slab cannot belong to this pool.
     """
     kvcache, settings = config.kvcache, config.settings
     identity = Identity(

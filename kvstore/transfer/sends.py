@@ -4,9 +4,10 @@ This module is the sending half of a transfer (Mooncake, section 3, step 3: stre
 overlapped with the prefill). A page that is being sent is held until none of its bytes will be read
 any more.
 
-The layers and heads that this pool and the receiver both have are sent: each sender of a group sends its part
-of the blocks, each receiver of a group gets its part. The layers' own checksums go with the layers. If only
-some of this pool's heads are sent, the layer is verified first, and a checksum of these heads goes instead.
+A send has those layers and heads that both this pool and the receiver have. So each sender of a group sends
+its part of the blocks, and each receiver of a group gets its part. The layers' own checksums go with the
+layers. If only some of this pool's heads are sent, the layer is verified first, and a checksum of these heads
+goes instead.
 
 Owns: which layers of each reservation were sent. Does not know: connections.
 """

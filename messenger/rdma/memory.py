@@ -1,7 +1,7 @@
 """Memory that an RDMA device may read and write by itself.
 
-Host memory is registered by address. Device memory (a GPU's) is registered by the dma-buf descriptor that
-its driver exports; end to end this needs a machine with both a GPU and an RDMA card.
+Host memory is registered by address. Device memory (a GPU's) is registered by the dma-buf descriptor that its
+driver exports; this works only on a machine with both a GPU and an RDMA card.
 
 Owns: registrations and why they fail. Does not know: who may use which range (`windows`), peers.
 """

@@ -24,7 +24,7 @@ _MAPPED_BITS: Final = 96
 def network_of(gid: IPv6Address, link_layer: LinkLayer, interface: str | None) -> IPv6Network | None:
     """Return the network of a port's address; None if the kernel does not tell.
 
-    `interface` is the name of the port's Ethernet interface; None if it has none.
+    `interface` is the name of the port's Ethernet interface; None if the port has no such interface.
     """
     if link_layer is LinkLayer.INFINIBAND:
         num_bits: int | None = _SUBNET_BITS

@@ -39,13 +39,12 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""Acknowledgements wait to be sent together, but no longer than until their writes have this many bytes.
+"""Acknowledgements wait to be sent together until their writes have this many bytes.
 
 The sender may wait for them before it sends more.
 """
 _MOST_ACKS = 16
-"""The most acknowledgements that wait to be sent together if the sender has placed the bytes of their writes
-itself."""
+"""The most waiting acknowledgements of writes whose bytes the sender has placed itself."""
 _ACK = encode_frame(WriteAck())
 
 

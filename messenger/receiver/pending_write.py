@@ -1,4 +1,4 @@
-"""A write whose bytes are being received; and the heads of each layer that a write has.
+"""A write whose bytes are being received, and the heads for which a write has bytes.
 
 Owns: that a write is placed as a whole or not at all. Does not know: how bytes arrive, acknowledgements.
 """

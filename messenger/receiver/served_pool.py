@@ -142,7 +142,7 @@ class SharedSegment:
     page_table: PageTableOffsets | None = None
     """The offsets of the page table; None if peers cannot find blocks themselves.
 
-    By these offsets peers find sealed blocks.
+    Peers find sealed blocks by these offsets.
     """
 
     def take_slot(self, pid: int) -> CopySlot | None:

@@ -14,7 +14,7 @@ _MOST_SKIPPED = 64
 _CROWDED_S = 1e-3
 """A busy poll that ends this many seconds late shows that other processes have had the processor."""
 _CROWDED_GROWTH = 4
-"""The factor by which sleeps without a busy poll grow where other processes want the processor."""
+"""The factor by which the number of sleeps without a busy poll grows while others want the processor."""
 
 
 class Backoff:

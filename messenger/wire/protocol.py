@@ -38,7 +38,7 @@ from mooncake.versions import Versions
 SPOKEN = Versions(6, 7)
 """The versions of this protocol that messengers speak (`mooncake.versions`)."""
 MAX_META_BYTES = 1 << 20
-"""The most bytes of a message: several times as many as a write of `MAX_FRAME_ENTRIES` entries has."""
+"""The most bytes of a message. A write with `MAX_FRAME_ENTRIES` entries has only a fraction of them."""
 MAX_GREETING_BYTES = 4096
 """The most bytes of a message from an unauthenticated peer."""
 MAX_FRAME_ENTRIES = 1024
@@ -59,7 +59,8 @@ _HEADER = struct.Struct("<II")
 _MOST_REASON_CHARS = 200
 """The most characters of a decoder's error that are reported, as the error may quote the frame."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-"""The first bytes of a TLS alert and of a TLS handshake. Read as a greeting, both would be too long."""
+"""The first bytes of a TLS alert and of a TLS handshake. Read as the length of a greeting, both are too
+large."""
 
 
 class Side(Enum):

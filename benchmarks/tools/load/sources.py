@@ -1,7 +1,6 @@
 """Sources of a run's requests, and the description of a run for client processes.
 
-Owns: the description of a run, and its requests with the lengths with which they are sent. Does not know: how
-they are sent.
+Owns: the description of a run, its requests and their lengths. Does not know: how requests are sent.
 """
 
 import dataclasses

@@ -186,7 +186,7 @@ def _flat(flags: dict[str, object]) -> list[str]:
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Return the outcomes of a load that was measured into `folder`, in order of arrival."""
+    """Return the outcomes in `folder` of a load that was measured, in order of arrival."""
     lines = gzip.decompress((folder / "requests.jsonl.gz").read_bytes()).splitlines()
     found = [msgspec.json.decode(line, type=Outcome) for line in lines]
     return sorted(found, key=lambda outcome: outcome.number)

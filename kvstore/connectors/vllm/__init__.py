@@ -1,6 +1,6 @@
 """vLLM on the KVCache pool: `MooncakeServeConnector`, which `vllm serve --kv-transfer-config` names.
 
-Nothing of torch or vLLM is loaded before the connector is asked for.
+torch and vLLM are loaded only when the connector is asked for.
 """
 
 from typing import TYPE_CHECKING

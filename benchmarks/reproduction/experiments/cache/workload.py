@@ -51,7 +51,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 def block_hits(requests: Sequence[TraceRequest]) -> list[int]:
     """Return the hits of each different block in an unlimited pool.
 
-    They are the number of requests after the first one that have the block.
+    The hits of a block are the number of requests after the first one that have the block.
     """
     num_requests = Counter(block for request in requests for block in request.hash_ids)
     return [num - 1 for num in num_requests.values()]
