@@ -152,9 +152,10 @@ class KVCachePool:
         """Store blocks while they are computed, layer by layer over all blocks.
 
         `copy(layers, positions, addresses)` copies `layers` of the blocks at `positions` in `keys`, each to
-        its address, and returns their xxh3-64, `[block][layer]`. `copy` may wait for the layers. An error
-        that `copy` raises ends the call, and none of these blocks is stored. If a pool is lost, `copy` may be
-        called again from the first layer on. Keys must be distinct. In all else the call is like `put`.
+        its address. It returns the xxh3-64 of each layer, `[block][layer]`, and may wait until the layers are
+        computed. An error that `copy` raises ends the call, and none of these blocks is stored. If a pool is
+        lost, `copy` may be called again from the first layer on. Keys must be distinct. In all else the call
+        is like `put`.
         """
         self._check(keys)
         self._backends.first(lambda connection: connection.put_layers(keys, copy, timeout_s))
@@ -354,10 +355,9 @@ class KVCachePool:
         *,
         moves_blocks: bool = False,
     ) -> list[Answer]:
-        """Call `use` with every pool that answers, for one slice of `keys` after the other. Returns all
-        results.
+        """Call `use` with every pool that answers, for one slice of `keys` after the other.
 
-        A slice has no more keys than one call may name.
+        Returns all results. A slice has no more keys than one call may name.
         """
         answers: list[Answer] = []
         for part in self._batches(len(keys), self.layout.num_layers if moves_blocks else 0):
@@ -366,8 +366,8 @@ class KVCachePool:
         return answers
 
     def _batches(self, num_keys: int, num_layers: int) -> Iterator[slice]:
-        """Yield slices of a list of keys, each for one call that moves or reads `num_layers` of each
-        block."""
+        """Yield slices of a list of keys. One call moves or reads `num_layers` layers of the blocks of one
+        slice."""
         stride = max_keys(num_layers)
         if num_layers:
             stride = max(1, min(stride, _BATCH_BYTES // (num_layers * self.layout.layer_bytes)))

@@ -9,8 +9,7 @@ section 3: paged blocks, deduplicated by key, eviction by policy.)
 
 Invariants:
 
-- the users of a page (see `PageAllocator`) are its reservations, its leases, its hard pin and its holds, no
-  others;
+- the only users of a page (see `PageAllocator`) are its reservations, its leases, its hard pin and its holds;
 - a page is RESERVED iff exactly one reservation has it and its block was never sealed there: the block is
   incomplete, has no key, or another block was sealed under its key first;
 - a page with a user is never evicted, and never reused for another block.

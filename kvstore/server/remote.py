@@ -379,8 +379,10 @@ class _Client:
             num_bytes -= await self._receive_into(scratch[:num_bytes])
 
     async def _gather(self, num_bytes: int) -> None:
-        """Receive at least `num_bytes` bytes, the size of a small block, and bytes after them if there are
-        any."""
+        """Receive at least `num_bytes` bytes, the size of a small block.
+
+        If further bytes have arrived already, they are received too.
+        """
         while (room := self._frames.room_for(num_bytes, SMALL_BYTES)) is not None:
             self._frames.received(await self._stream.receive_some([room]))
 

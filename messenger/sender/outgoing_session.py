@@ -134,8 +134,8 @@ class OutgoingSession:
         """Return a transfer to the grant `grant_id`, for a `with` statement.
 
         An exception in the statement's body gives the transfer up and tells the peer the reason. `on_change`
-        is called when a frame is complete or the transfer has failed. `heads`: the heads of the model that
-        are written of each layer; None if both sides have the same heads, and all are written.
+        is called when a frame is complete or the transfer has failed. `heads`: the model's heads whose bytes
+        are written; None if both sides have the same heads, and all are written.
         """
         part = None if heads is None else (heads.start, heads.stop)
         opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
@@ -174,7 +174,7 @@ class OutgoingSession:
     def _announce(self) -> None:
         """Tell the peer of transfers that have not written yet.
 
-        Then a loss of this session fails their grants.
+        From then on the loss of this session fails the grants of these transfers.
         """
         self._announcement = None
         for transfer in self._transfers.values():
@@ -195,12 +195,12 @@ class OutgoingSession:
     ) -> dict[int, bytes]:
         """Read `layers` of the blocks of `keys` that the peer has into `views`. Raises TransferError.
 
-        Returns the checksums of each block that has arrived, by its index: each layer's little-endian
-        xxh3-64, which the bytes in the view match.
+        Returns the checksums of each block that has arrived, by the index of the block: the little-endian
+        xxh3-64 of each layer. The bytes in the view match them.
 
         With `heads`, numbered as in the model, only these heads are read; `layers` is then a single layer,
-        unless `heads` are all heads of the peer. All blocks come in one answer, so no more than `frame_bytes`
-        should be asked for at once. A cancelled call first waits until nothing will be written to `views` any
+        unless `heads` are all heads of the peer. All blocks come in one answer, so callers should ask for at
+        most `frame_bytes` at once. A cancelled call first waits until nothing will be written to `views` any
         more.
         """
         if not keys:
@@ -331,7 +331,7 @@ class OutgoingSession:
             other.wake()
 
     def _detour(self, request: LaneRequest, lost: Lane, reason: str) -> None:
-        """Send a request over a standby path before failing it.
+        """Send a request over a standby path instead of failing it at once.
 
         Perhaps only the path of `lost` cannot carry the request.
         """
