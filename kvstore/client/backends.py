@@ -216,7 +216,7 @@ class Backend:
             return self._attempt
 
     def _reconnect(self) -> None:
-        """Reconnect to the pool, once under each serial whose lost connection may have had pages reserved.
+        """Reconnect to the pool, and renew all lost connections that may have had pages reserved.
 
         The pool keeps such pages quarantined until a connection with the same serial is made.
         """

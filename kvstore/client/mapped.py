@@ -68,9 +68,9 @@ class Mapping:
     def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
         """Return whether the bytes just read from `page` are this block's, and intact.
 
-        If this process was paused for longer than its lease, the page may have another block by now. The
-        state is read last; that is enough because of the order in which `kvstore.pool.pages` writes a page's
-        fields.
+        If this process was paused for longer than its lease, the page may have another block by now. To
+        notice this it is enough to read the state last, because `kvstore.pool.pages` writes a page's fields
+        in a fixed order.
         """
         table = self.table
         return (

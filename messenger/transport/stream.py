@@ -192,8 +192,8 @@ class Stream:
         await self._first(self._readable, attempt)
 
     def has_ahead(self, num_bytes: int) -> bool:
-        """Return whether `num_bytes` are `ahead`, after receiving all available bytes for which there is
-        room."""
+        """Return whether `ahead` has `num_bytes` bytes, after receiving all available bytes for which there
+        is room."""
         if num_bytes > AHEAD_BYTES:
             return False
         self.wanted_bytes = num_bytes

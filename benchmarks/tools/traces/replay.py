@@ -18,8 +18,8 @@ TICK_S = 3.0
 def jittered(requests: Iterable[TraceRequest], jitter_s: float, seed: int) -> Iterator[TraceRequest]:
     """Yield the requests with arrivals spread over `jitter_s` seconds behind the tick of a coarse clock.
 
-    Published traces have such ticks (Mooncake's: 3 s), and played unchanged every tick would be a burst. No
-    request arrives after the next tick.
+    Published traces have such ticks (Mooncake's: 3 s). Without this change every tick would be a burst of
+    requests. No request arrives after the next tick.
     """
     rng = random.Random(seed)
     ticks = itertools.groupby(requests, key=lambda request: request.arrival_s)

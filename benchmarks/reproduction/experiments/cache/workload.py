@@ -17,7 +17,8 @@ PICTURE = "workload.svg"
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Return means and quantiles of lengths, shares of blocks by hits, and a picture of lengths and hits."""
+    """Return the means and quantiles of lengths, the shares of blocks by their hits, and a picture of
+    both."""
     requests = list(TraceFile(trace.path))
     inputs = sorted(request.num_input_tokens for request in requests)
     outputs = sorted(request.num_output_tokens for request in requests)
