@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
 

@@ -20,7 +20,7 @@ from mooncake.model.checkpoint import open_checkpoint
 from mooncake.model.grammar import Grammar, Grammars
 from mooncake.model.tokenizer import load_vocabulary
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.draws import Draws, Row, rules_of
 from workers.execution.model_spec import model_spec

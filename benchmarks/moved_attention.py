@@ -26,7 +26,7 @@ from mooncake.messages.migration import ModulesPart
 from mooncake.security.keys import ClusterKey
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
 from workers.modules.connections import Owners

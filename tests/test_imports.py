@@ -38,7 +38,7 @@ LAYERS = {
     "kernels": "head_norms | attention, cpu, cuda | kv_copy",
     "workers": "engine, errors | kvcache | execution | groups, modules | decode, prefill | process | vllm",
     "workers.engine": """
-        helped_parts, logit_changes, spec, upload | kvcache, rotary, sampling, tensor_parallel
+        logit_changes, spec, upload | kvcache, rotary, sampling, tensor_parallel
         | batch, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """

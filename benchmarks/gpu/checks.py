@@ -21,7 +21,7 @@ from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.spans import Spans, attention_reference, plan_spans
 from kernels.head_norms import HeadNorms
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, RopeKind, RopeScaling
 from workers.engine.tensor_parallel import part_of

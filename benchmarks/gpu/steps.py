@@ -13,7 +13,7 @@ from benchmarks.gpu.layers import DTYPE, PAGE_SIZE
 from benchmarks.gpu.llama import LLAMA_3_8B
 from benchmarks.report import Report
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 

@@ -27,7 +27,7 @@ from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
 from mooncake.node.process_config import MessengerProcess
 from mooncake.security.keys import ClusterKey
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.execution.executor import Executor

@@ -20,7 +20,7 @@ from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.prefill.bench import BLOCK_SIZE, PREFILL_CHUNK
 from mooncake.model.checkpoint import open_checkpoint
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
 from workers.execution.weights import iter_weights

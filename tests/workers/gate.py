@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.pool.segment import Segment
 from tests.kvstore.nodes import DEADLINE_S
 from workers.engine.batch import Batch
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.execution.draws import Drawn, Draws
 from workers.execution.executor import Executor
 from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, StagedLayer, copies_for

@@ -53,7 +53,7 @@ from tests.workers.recorded_spans import SPAN, RecordedSpans
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.runner import DecodeRunner
 from workers.decode.tbt_slo.prompt_budget import ChunkLimits
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.execution.executor import Executor

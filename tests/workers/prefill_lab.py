@@ -30,7 +30,7 @@ from tests.workers.followed import FollowedGroup, FollowingRank
 from tests.workers.recorded_spans import SPAN, RecordedSpans
 from workers.decode.blocks.block_transfers import BlockPair
 from workers.engine.batch import Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.execution.draws import Draws, Row

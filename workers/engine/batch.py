@@ -17,7 +17,7 @@ from kernels.attention import AttentionPlan, PageGeometry, plan_attention
 from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.elementwise import Slots
 from kernels.cpu.library import Library
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.rotary import cos_sin, rotation_factors
 from workers.engine.upload import upload
 

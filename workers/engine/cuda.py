@@ -16,7 +16,7 @@ from workers.engine.weights import Weights
 
 if TYPE_CHECKING:
     from workers.engine.decode_graphs import DecodeGraphs
-    from workers.engine.kvcache import DeviceKVCache
+    from workers.engine.kvcache.device_kvcache import DeviceKVCache
     from workers.engine.layers.gpu import TritonLayers
 
 _MAX_GROUP = 32

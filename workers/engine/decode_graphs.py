@@ -17,7 +17,7 @@ import torch
 from kernels.cuda.kv_write import TokenSlots
 from kernels.cuda.spans import SPAN_FIELDS, Spans
 from workers.engine.batch import Batch
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.layers.gpu import LayerInputs, TritonLayers
 from workers.engine.rotary import cos_sin
 

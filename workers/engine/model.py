@@ -20,8 +20,8 @@ from kernels.cpu.attention import AttentionShape
 from kernels.cpu.library import Library, choose
 from workers.engine import cuda
 from workers.engine.batch import Batch
-from workers.engine.helped_parts import HostedLayers
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.kvcache.helped_parts import HostedLayers
 from workers.engine.layers.cpu import CpuLayers, unsupported
 from workers.engine.layers.reference import TorchLayers
 from workers.engine.layers.sharded import ShardedLayers

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 
 _SHORT_LENS = (2, 32, 64)

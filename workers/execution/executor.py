@@ -16,7 +16,7 @@ import torch
 from mooncake.errors import GrammarError
 from mooncake.model.grammar import Grammars, GrammarState
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel, PassAtHelper
 from workers.engine.weights import Weights
 from workers.execution.device_name import device_name

@@ -18,7 +18,7 @@ from mooncake.model.tokenizer import load_vocabulary
 from mooncake.node.process import Progress, report
 from mooncake.node.process_config import RankConfig, StageConfig, WorkerProcess
 from mooncake.node.segments import GIB, available_bytes
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.process_group import shard_of
 from workers.engine.spec import ModelSpec, UnsupportedModel

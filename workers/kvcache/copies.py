@@ -19,7 +19,7 @@ import torch
 from kernels.kv_copy import gather_pages, scatter_pages
 from kvstore.pool.segment import Segment
 from messenger.wire.checksums import Addresses, Digests, copy_scattered
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 
 Pages = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_COPIERS = 4

@@ -17,8 +17,8 @@ import msgspec
 from kernels.cpu.mailbox import Wire
 from mooncake.errors import TransferError
 from mooncake.security.keys import ClusterKey
-from workers.engine.helped_parts import Helped
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.kvcache.helped_parts import Helped
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
 from workers.modules import connections

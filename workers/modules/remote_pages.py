@@ -62,7 +62,7 @@ class PagesShape:
 
 
 class PagesClient:
-    """The owner's end of the stream (`workers.engine.helped_parts.RemotePages`).
+    """The owner's end of the stream (`workers.engine.kvcache.helped_parts.RemotePages`).
 
     Any thread may call its methods; calls wait for each other. All calls raise TransferError once the helper
     cannot be reached, or nothing moves on the stream for `timeout_s` seconds.

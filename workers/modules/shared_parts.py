@@ -12,8 +12,8 @@ from kernels.cpu.hosted_layers import LayersHelper, LayersOwner, LayersShape
 from kernels.cpu.mailbox import Wire
 from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, MailboxShape
 from workers.engine.batch import Batch, Chunk
-from workers.engine.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads, RemotePages
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.kvcache.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads, RemotePages
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
 from workers.modules.link_messages import HostModules, Memory, MemoryLayout

@@ -11,7 +11,7 @@ from benchmarks.gpu.whole_server.cluster import Answer
 from benchmarks.report import Found
 from mooncake.model.checkpoint import DUMMY_SEED
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 

@@ -14,8 +14,8 @@ from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, Mailbox
 from tests.deadline import DEADLINE_S
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from workers.engine.batch import Batch, Chunk
-from workers.engine.helped_parts import HostedPages
-from workers.engine.kvcache import DeviceKVCache, OutOfPages
+from workers.engine.kvcache.device_kvcache import DeviceKVCache, OutOfPages
+from workers.engine.kvcache.helped_parts import HostedPages
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
 

@@ -12,7 +12,7 @@ import torch
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.triton_device import DEVICE
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.engine.weights import WeightsError

@@ -8,7 +8,7 @@ import torch
 from tests.tiny_models import FAMILIES, tiny_model
 from tests.workers.engine.ranks import Outcome, ThreadGroup, generate, on_ranks
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, UnsupportedModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of, part_of

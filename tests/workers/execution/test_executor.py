@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny_models import tiny_model
 from workers.engine.batch import Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.executor import Executor
 from workers.execution.model_spec import model_spec

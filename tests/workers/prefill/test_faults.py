@@ -27,7 +27,7 @@ from tests.workers.prefill_lab import (
     endless_patience,
 )
 from tests.workers.references import prompt_of
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.kvcache import prefix_fetch
 from workers.kvcache.copies import BlockCopy, LayerCopies, StagedLayer, copies_for
 from workers.kvcache.prefix_fetch import SILENCE_S

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from workers.decode.batching.batch_shares import BatchShares
 from workers.decode.sequence import Sequence, SequenceState
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.errors import NoRoomError
 
 _LEAST_DIVIDED = 4

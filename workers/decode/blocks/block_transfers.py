@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.execution.jobs import wait_to_end
 from workers.kvcache.copies import LayerCopies, Mark
 

@@ -17,8 +17,8 @@ import torch
 from kernels.cpu.library import Library
 from kernels.cpu.memory import HUGE_PAGE_BYTES, populate
 from kernels.cpu.page_copy import PageCopies
-from workers.engine.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.kvcache.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads
 from workers.errors import ModulesStayError
 
 _GROWTH_SHARE = 0.1

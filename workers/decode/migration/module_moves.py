@@ -29,7 +29,7 @@ from workers.decode.migration.helper_pace import HelperPace, IterationTime, With
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.migration.rearranger import Rearranger, at_once
 from workers.decode.sequence import Sequence
-from workers.engine.helped_parts import HostedLayers
+from workers.engine.kvcache.helped_parts import HostedLayers
 from workers.errors import ModulesStayError, SessionLostError
 from workers.execution.executor import Executor
 from workers.modules.helper_link import HelperAccess, HelperLink

@@ -25,7 +25,7 @@ from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.migration.kvcache_move import COPIED_BYTES, KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.sequence import Sequence
-from workers.engine.helped_parts import Helped
+from workers.engine.kvcache.helped_parts import Helped
 from workers.errors import ModulesStayError
 from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end

@@ -20,7 +20,7 @@ from kernels.cpu.memory import HugeMemory, give_back, give_back_all
 from kernels.head_norms import HeadNorms
 from workers.engine import weights as plain
 from workers.engine.batch import Batch
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
 
 

@@ -24,7 +24,7 @@ from kernels.cuda.skinny_linear import MAX_GATED_ROWS, MAX_ROWS, Norm, has_room,
 from kernels.cuda.spans import Spans, plan_spans
 from kernels.head_norms import HeadNorms
 from workers.engine.batch import Batch
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
 from workers.engine.upload import upload
 from workers.engine.weights import Weights

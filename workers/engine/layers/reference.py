@@ -11,7 +11,7 @@ from torch.nn.functional import embedding, layer_norm, linear, relu, silu
 from kernels.attention import paged_attention
 from kernels.kv_copy import write_kv
 from workers.engine.batch import Batch
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.rotary import rotate
 from workers.engine.spec import ModelSpec
 from workers.engine.weights import Weights

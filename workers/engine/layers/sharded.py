@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from workers.engine.batch import Batch
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import TensorShard, vocab_of
 

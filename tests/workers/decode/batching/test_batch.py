@@ -9,7 +9,7 @@ from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.tiny_models import tiny_model
 from workers.decode.batching.batch import DecodeBatch
 from workers.decode.sequence import Sequence, SequenceState
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
 from workers.errors import NoRoomError
 from workers.execution.model_spec import model_spec

@@ -7,8 +7,8 @@ import pytest
 
 from tests.workers.decode.batching.test_batch import PAGE_SIZE, Batch
 from workers.decode.sequence import Sequence, SequenceState
-from workers.engine.helped_parts import HostedPages
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.kvcache.helped_parts import HostedPages
 from workers.engine.spec import ModelSpec
 
 NUM_OWN, NUM_HOSTED, NUM_TOKENS = 24, 20, 46

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.decode.blocks.block_transfers import BlockPair, BlockTransfers
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
 from workers.kvcache.copies import BlockCopy, LoadedLayer, Mark, StagedLayer
 

@@ -12,7 +12,7 @@ from tests.kernels.cpu.isas import SUPPORTED, library_of
 from tests.kernels.cpu.test_memory import resident_bytes
 from workers.decode.migration import kvcache_move
 from workers.decode.migration.kvcache_move import KVCacheMove
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec
 from workers.errors import ModulesStayError
 

@@ -12,7 +12,7 @@ from kernels.cpu.library import ENV, Isa
 from tests.kernels.cpu.isas import SUPPORTED, on_every_isa
 from tests.tiny_models import random_model
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.engine.weights import WeightsError

@@ -17,7 +17,7 @@ from workers.engine import batch as batches
 from workers.engine import cuda
 from workers.engine.batch import Batch, Chunk
 from workers.engine.decode_graphs import Captured, CudaCapture, DecodeGraphs
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.layers import gpu
 from workers.engine.layers.gpu import TritonLayers
 from workers.engine.layers.reference import TorchLayers

@@ -14,7 +14,7 @@ import torch
 
 from kernels.cpu.hosted_layers import LayersHelper
 from kernels.cpu.memory import HUGE_PAGE_BYTES, give_back, huge_zeros, populate
-from workers.engine.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads, PagesOfLayer
+from workers.engine.kvcache.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads, PagesOfLayer
 from workers.engine.spec import ModelSpec
 
 GROWTH_SHARE = 1 / 16

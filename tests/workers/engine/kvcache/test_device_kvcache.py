@@ -11,8 +11,8 @@ import torch
 from kernels.cpu.memory import HUGE_PAGE_BYTES
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.test_memory import resident_bytes
-from workers.engine import kvcache
-from workers.engine.kvcache import DeviceKVCache, OutOfPages
+from workers.engine.kvcache import device_kvcache
+from workers.engine.kvcache.device_kvcache import DeviceKVCache, OutOfPages
 from workers.engine.spec import ModelSpec
 
 SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 8, 64)
@@ -151,7 +151,7 @@ def test_memory_of_an_earlier_arrangement_is_neither_taken_nor_kept(
         if num_taken == 1:
             large.rearrange(large.new_layers(large.num_pages, 1), None)
 
-    monkeypatch.setattr(kvcache, "populate", take_and_rearrange)
+    monkeypatch.setattr(device_kvcache, "populate", take_and_rearrange)
     large.take_memory()
     assert num_taken == 1
     assert before() is None
@@ -184,7 +184,7 @@ def test_memory_is_not_taken_while_a_cache_is_reset(
 def test_the_thread_that_takes_memory_ends_soon_and_before_the_process() -> None:
     probe = f"""
 import threading, torch
-from workers.engine import kvcache
+from workers.engine.kvcache import device_kvcache
 from workers.engine.spec import ModelSpec
 
 began, num_taken = threading.Event(), 0
@@ -195,12 +195,12 @@ def populate(memory):
     began.set()
     threading.main_thread().join({DEADLINE_S})
 
-class Cache(kvcache.DeviceKVCache):
+class Cache(device_kvcache.DeviceKVCache):
     def take_memory(self):
         super().take_memory()
         print(num_taken, flush=True)
 
-kvcache.populate = populate
+device_kvcache.populate = populate
 spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
 cache = Cache(spec, range(2), {3 * HUGE_PAGE_BYTES // 8192}, 16, torch.float32)
 cache.take_memory_beside()

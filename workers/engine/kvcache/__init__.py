@@ -1,0 +1,1 @@
+"""The device's paged KVCache: which pages are free, their memory, and the parts that a helper has."""
