@@ -89,16 +89,16 @@ def main() -> None:
     columns = [f"{model.computed_by}, CPU time | wall time" for model in models]
     print(f"| tok/s | {' | '.join(columns)} |\n|---|{'---|---|' * len(models)}")
     for num_tokens in (512, 1024, 2048):
-        pages = kv.allocate(-(-num_tokens // PAGE_SIZE))
+        pages = kv.pages.allocate(-(-num_tokens // PAGE_SIZE))
         chunk = Chunk(list(range(1000, 1000 + num_tokens)), 0, pages)
         row(f"prefill, {num_tokens} tokens", num_tokens, [chunk], 1)
-        kv.free(pages)
+        kv.pages.free(pages)
     for batch_size in (1, 8, 32):
-        tables = [kv.allocate(-(-(CONTEXT_LEN + 1) // PAGE_SIZE)) for _ in range(batch_size)]
+        tables = [kv.pages.allocate(-(-(CONTEXT_LEN + 1) // PAGE_SIZE)) for _ in range(batch_size)]
         chunks = [Chunk([1000], CONTEXT_LEN, pages) for pages in tables]
         row(f"decode, {batch_size} sequences", batch_size, chunks, NUM_STEPS)
         for pages in tables:
-            kv.free(pages)
+            kv.pages.free(pages)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main() -> None:
     grammars = Grammars(lambda: load_vocabulary(open_checkpoint(None)))
     print("| sequences | schema | forward ms | draw ms | draw p90 ms |\n|---|---|---|---|---|")
     for batch_size in BATCH_SIZES:
-        tables = [kv.allocate(-(-(CONTEXT_LEN + 1) // PAGE_SIZE)) for _ in range(batch_size)]
+        tables = [kv.pages.allocate(-(-(CONTEXT_LEN + 1) // PAGE_SIZE)) for _ in range(batch_size)]
         chunks = [Chunk([1000], CONTEXT_LEN, pages) for pages in tables]
         for name, schema in SCHEMAS.items():
             grammar = None
@@ -61,7 +61,7 @@ def main() -> None:
             row = (batch_size, name, f"{statistics.median(forward_ms):.1f}", f"{middle:.2f}", f"{high:.2f}")
             print("| " + " | ".join(map(str, row)) + " |", flush=True)
         for pages in tables:
-            kv.free(pages)
+            kv.pages.free(pages)
 
 
 def measure(

@@ -94,7 +94,7 @@ class Steps:
         generator = torch.Generator().manual_seed(0)
         for layer in self.kv.layers:
             self.kv.layer(layer).normal_(generator=generator)
-        tables = [self.kv.allocate(num_pages // batch_size) for _ in range(batch_size)]
+        tables = [self.kv.pages.allocate(num_pages // batch_size) for _ in range(batch_size)]
         self.chunks = [Chunk([1000], num_tokens - 1, pages) for pages in tables]
 
     def measure(self) -> tuple[float, torch.Tensor]:
@@ -114,14 +114,14 @@ class Steps:
             "owner",
             FINGERPRINT,
             part,
-            kv.num_pages,
-            kv.num_pages,
+            kv.pages.num_pages,
+            kv.pages.num_pages,
             num_sequences,
             num_sequences,
         )
         link = await HelperLink.connect(address, request, self.model, kv, ACCESS, lambda: None)
         move = KVCacheMove(self.model.library, kv, link.num_pages, link.helped)
-        move.copy(kv.used_pages())
+        move.copy(kv.pages.used())
         move.complete()
         if part.share:
             for chunk in self.chunks:
@@ -131,8 +131,8 @@ class Steps:
     def _divided(self, pages: list[int], share: float) -> list[int]:
         """Copy a sequence's first pages to the helper, and return the new page table."""
         num = int(share * len(pages))
-        there = self.kv.allocate(num, num)
-        assert self.kv.num_hosted_of(there) == num, "no other page is free"
+        there = self.kv.pages.allocate(num, num)
+        assert self.kv.pages.num_hosted_of(there) == num, "no other page is free"
         source, target = torch.tensor(pages[:num]), torch.tensor(there)
         for layer in self.kv.layers:
             self.kv.scatter(layer, target, self.kv.gather(layer, source))
@@ -147,7 +147,7 @@ async def compare(shape: str, batch_size: int, num_tokens: int, host: str | None
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "heads")
         context = multiprocessing.get_context("fork")  # with the same key
-        arguments = (shape, 2 * steps.kv.num_pages, path, host)
+        arguments = (shape, 2 * steps.kv.pages.num_pages, path, host)
         helper = context.Process(target=help_owners, args=arguments, daemon=True)
         helper.start()
         await asyncio.to_thread(wait_for, Path(path))

@@ -246,7 +246,7 @@ def greedy(
     warm_up(model, kv)
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(spec.vocab_size, (n,), generator=generator).tolist() for n in _PROMPT_LENS]
-    tables = [kv.allocate(-(-(n + _NUM_NEW) // _PAGE_SIZE))[::-1] for n in _PROMPT_LENS]
+    tables = [kv.pages.allocate(-(-(n + _NUM_NEW) // _PAGE_SIZE))[::-1] for n in _PROMPT_LENS]
     num_cached = [0] * len(texts)
     last_logits = torch.zeros(len(texts), spec.vocab_size)
     while True:

@@ -40,20 +40,20 @@ def run(report: Report) -> None:
         f"Decode steps of Llama-3-8B (computed by {model.computed_by}), wall time, tokens on the host again"
     )
     for batch_size, context_len in _STEPS:
-        tables = [kv.allocate(context_len // PAGE_SIZE + 1) for _ in range(batch_size)]
+        tables = [kv.pages.allocate(context_len // PAGE_SIZE + 1) for _ in range(batch_size)]
         chunks = [Chunk([1000], context_len, pages) for pages in tables]
         num_bytes = _weight_bytes(spec) + batch_size * (context_len + 1) * _token_bytes(spec)
         time_s = _seconds(_step(model, kv, chunks))
         ceilings.bytes_row(f"{batch_size} x {context_len} tokens", num_bytes, time_s, _STEP_BAR)
         for pages in tables:
-            kv.free(pages)
+            kv.pages.free(pages)
     ceilings.begin(f"Prompts in passes of {_PASS_TOKENS} tokens, wall time")
     for num_tokens in _PROMPTS:
-        pages = kv.allocate(-(-num_tokens // PAGE_SIZE))
+        pages = kv.pages.allocate(-(-num_tokens // PAGE_SIZE))
         time_s = _seconds(_prompt(model, kv, num_tokens, pages))
         name = f"{num_tokens} tokens ({num_tokens / time_s:.0f} tok/s)"
         ceilings.flops_row(name, _prefill_flops(spec, num_tokens), time_s, _PREFILL_BAR)
-        kv.free(pages)
+        kv.pages.free(pages)
 
 
 def _prompt(

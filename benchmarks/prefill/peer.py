@@ -49,7 +49,7 @@ class Engine:
 
     def prefill_s(self, tokens: Sequence[int]) -> float:
         """Return the seconds from the prompt to its first token."""
-        pages = self._kv.allocate(-(-len(tokens) // BLOCK_SIZE))
+        pages = self._kv.pages.allocate(-(-len(tokens) // BLOCK_SIZE))
         started_s = time.perf_counter()
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = Chunk(tokens[start : start + PREFILL_CHUNK], start, pages)
@@ -59,7 +59,7 @@ class Engine:
                 hidden = self._model.forward_layer(layer, hidden, batch, self._kv)
         int(self._model.logits(hidden[batch.last_rows]).argmax(-1))
         elapsed_s = time.perf_counter() - started_s
-        self._kv.free(pages)
+        self._kv.pages.free(pages)
         return elapsed_s
 
 

@@ -176,7 +176,7 @@ class InstanceUnderTest:
             FINGERPRINT,
             cluster.layout,
             tuple(PoolShard(pool.address, pool.segment.layout) for pool in pools),
-            Capacity(min(pool.num_pages for pool in pools), kv.num_pages, sizes.max_batch),
+            Capacity(min(pool.num_pages for pool in pools), kv.pages.num_pages, sizes.max_batch),
             self.executor.engine,
             sizes.idle_cores,
         )
@@ -360,7 +360,7 @@ class MiniCluster:
                 stats = await pool.stats(check_integrity=True)
                 async with asyncio.timeout(DEADLINE_S):
                     # The batch lets go of aborted sequences in its next round.
-                    while kv.num_free_pages < kv.num_pages or stats.num_used:
+                    while kv.pages.num_free < kv.pages.num_pages or stats.num_used:
                         await asyncio.sleep(0.002)
                         stats = await pool.stats(check_integrity=True)
                 assert stats.num_reservations == 0

@@ -332,7 +332,7 @@ class Lab:
         for link in links:
             link.close()
         for part in self.parts:
-            assert part.executor.kv.num_free_pages == part.executor.kv.num_pages - self.num_taken_pages
+            assert part.executor.kv.pages.num_free == part.executor.kv.pages.num_pages - self.num_taken_pages
             await self.assert_nothing_is_held(part.client)
 
     def _copies(self, setting: Setting, number: int) -> LayerCopies:
@@ -430,7 +430,7 @@ class Lab:
         """
         tokens, kv, model = list(prompt), self._decoder.kv, self._decoder.model
         num_blocks = -(-len(prompt) // BLOCK_SIZE)
-        pages = kv.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
+        pages = kv.pages.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
         try:
             batch = self._decoder.prepare([Chunk(tokens, 0, pages)])
             hidden = model.embed(batch)
@@ -443,7 +443,7 @@ class Lab:
             drawn = Draws([Row(SAMPLING, len(tokens))]).draw(model.logits(hidden[-1:]))
             answer = self._continue(tokens + drawn.tokens, pages)
         finally:
-            kv.free(pages)
+            kv.pages.free(pages)
         if len(prompt) % BLOCK_SIZE:
             blocks[-1] = self.without_rest(blocks[-1], len(prompt) % BLOCK_SIZE)
         return Result(answer[len(prompt) :], blocks, 0)
@@ -451,7 +451,7 @@ class Lab:
     def continue_greedily(self, prompt: Sequence[int], first_token: int, pool_pages: list[int]) -> list[int]:
         """Return the output tokens, the first one included, decoded from the KVCache at the decode side."""
         kv = self._decoder.kv
-        device_pages = kv.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
+        device_pages = kv.pages.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
         try:
             copies = copies_for(kv, self.decode.segment)
             pairs = [BlockPair(*pages) for pages in zip(device_pages, pool_pages, strict=False)]
@@ -459,7 +459,7 @@ class Lab:
                 assert not copies.load(layer, pairs, None).damaged
             return self._continue([*prompt, first_token], device_pages)[len(prompt) :]
         finally:
-            kv.free(device_pages)
+            kv.pages.free(device_pages)
 
     def _continue(self, tokens: list[int], device_pages: list[int]) -> list[int]:
         """Return all output tokens. `tokens` are the prompt and the first token, which has no KVCache yet."""

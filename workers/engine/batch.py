@@ -70,7 +70,7 @@ class Batch:
         used = (chunk.pages[:num] for chunk, num in zip(chunks, nums_pages, strict=True))
         pages = np.fromiter(chain.from_iterable(used), np.int64, sum(nums_pages))
         has_hosted = kv.hosted_pages is not None
-        _check_range("pages", pages, kv.num_pages if has_hosted else kv.layer_shape[0])
+        _check_range("pages", pages, kv.pages.num_pages if has_hosted else kv.layer_shape[0])
         new, ends = np.array(query_lens), np.cumsum(query_lens)
         page_ends = np.cumsum(nums_pages)
         first_pages = page_ends - nums_pages

@@ -82,7 +82,7 @@ class DecodeGraphs:
         Its page tables must not have more entries than the cache has pages.
         """
         is_decode = batch.num_tokens == len(batch.query_lens) <= BUCKETS[-1]
-        return is_decode and len(batch.pages) <= self.kv.num_pages
+        return is_decode and len(batch.pages) <= self.kv.pages.num_pages
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return float32 logits `[S, vocab_size]`, valid until the next call.
@@ -107,7 +107,7 @@ class _Graph:
         self._size, self._layers, self._kv, self._logits = size, layers, kv, logits
         # An even number: Triton would compile kernels anew for page tables not aligned to 16 bytes.
         self._num_fixed = -(-size * (_TOKEN_FIELDS + SPAN_FIELDS) // 2) * 2
-        num_inputs = self._num_fixed + kv.num_pages
+        num_inputs = self._num_fixed + kv.pages.num_pages
         self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=kv.device)
         self._staged = torch.zeros(num_inputs, dtype=torch.int64, pin_memory=kv.device.type == "cuda")
         self._tokens, self._spans, self._pages = (part.numpy() for part in self._parts(self._staged))

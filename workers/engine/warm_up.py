@@ -33,8 +33,8 @@ def warm_up(
     torch.OutOfMemoryError.
     """
     is_whole = model.is_first_stage and model.is_last_stage
-    num_tokens = min(chunk_len, kv.num_free_pages * kv.page_size, model.spec.max_position)
-    pages = kv.allocate(-(-num_tokens // kv.page_size))
+    num_tokens = min(chunk_len, kv.pages.num_free * kv.page_size, model.spec.max_position)
+    pages = kv.pages.allocate(-(-num_tokens // kv.page_size))
     lens = [num_tokens, *(short for short in _SHORT_LENS if short < num_tokens)]
     batches = [[Chunk([0] * length, 0, pages)] for length in lens]
     # The largest batch goes first, because graphs share the memory of their results. All batches write the
@@ -51,7 +51,7 @@ def warm_up(
             _compute_stage(model, batch, kv)
     index = torch.tensor(pages[:1], dtype=torch.int64, device=kv.device)
     kv.scatter(kv.layers.start, index, kv.gather(kv.layers.start, index))
-    kv.free(pages)
+    kv.pages.free(pages)
 
 
 def _compute_stage(model: DecoderModel, batch: Batch, kv: DeviceKVCache) -> None:

@@ -179,7 +179,7 @@ class HostCopies:
 
     def _device_addresses(self, layer: int, pages: Pages) -> Addresses:
         start = self._kv.layer(layer).data_ptr()
-        return _addresses(start, self._pool.layer_bytes, pages, self._kv.num_pages)
+        return _addresses(start, self._pool.layer_bytes, pages, self._kv.pages.num_pages)
 
 
 class Copiers:

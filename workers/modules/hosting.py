@@ -197,14 +197,14 @@ class ModulesHost:
                 f"{self._requests[request.owner].part.what} of {request.owner} are at {self._name} already"
             )
         kv = self._kv
-        num_kept, num_longest = round(KEPT_SHARE * kv.num_usable_pages), self._most_pages()
-        num_lendable = max(0, min(kv.num_free_pages - num_kept, kv.num_usable_pages - num_longest))
+        num_kept, num_longest = round(KEPT_SHARE * kv.pages.num_usable), self._most_pages()
+        num_lendable = max(0, min(kv.pages.num_free - num_kept, kv.pages.num_usable - num_longest))
         num_pages = math.floor(num_lendable / share)
         if num_pages < request.least_pages:
             raise ModulesStayError(
                 f"{self._name} has no room: {request.part.what} in {request.least_pages} pages take "
                 f"{math.ceil(request.least_pages * share)} of its pages, and it can lend"
-                f" {num_lendable} ({kv.num_free_pages} of {kv.num_usable_pages} are free,"
+                f" {num_lendable} ({kv.pages.num_free} of {kv.pages.num_usable} are free,"
                 f" {num_kept} stay free for its requests, the longest of which may need {num_longest})"
             )
         return min(num_pages, request.wanted_pages)

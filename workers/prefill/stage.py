@@ -266,14 +266,14 @@ class Stage:
         Raises OutOfPages if there are too few when no other prompt has any.
         """
         kv = self._executor.kv
-        while kv.num_free_pages < num_pages and any(job.device_pages for job in self.jobs.values()):
+        while kv.pages.num_free < num_pages and any(job.device_pages for job in self.jobs.values()):
             self._pages_freed.clear()
             await self._pages_freed.wait()
-        return kv.allocate(num_pages)
+        return kv.pages.allocate(num_pages)
 
     def _free_device_pages(self, job: PrefillJob) -> None:
         pages, job.device_pages = job.device_pages, []
-        self._executor.kv.free(pages)
+        self._executor.kv.pages.free(pages)
         self._pages_freed.set()
 
     async def _left_by(self, followers: Followers, job: PrefillJob) -> None:

@@ -82,7 +82,7 @@ class Profiler:
     @property
     def num_free_pages(self) -> int:
         """The number of free device pages."""
-        return self._kv.num_free_pages
+        return self._kv.pages.num_free
 
     def seconds(self, size: PrefillSize | DecodeSize) -> float | None:
         """Return the seconds of the shortest run of a size; None if a smaller size took too long."""
@@ -97,11 +97,11 @@ class Profiler:
                 return first_s
             return min(self._run(passes) for _ in range(NUM_RUNS))
         finally:
-            self._kv.free({page for chunks in passes for chunk in chunks for page in chunk.pages})
+            self._kv.pages.free({page for chunks in passes for chunk in chunks for page in chunk.pages})
 
     def _prefill(self, prefill: PrefillSize) -> list[list[Chunk]]:
         start, end = prefill.num_cached_tokens, sum(prefill)
-        pages = self._kv.allocate(-(-end // self._kv.page_size))
+        pages = self._kv.pages.allocate(-(-end // self._kv.page_size))
         begins = range(start, end, self._prefill_chunk)
         return [
             [Chunk([TOKEN_ID] * (min(begin + self._prefill_chunk, end) - begin), begin, pages)]
@@ -111,7 +111,9 @@ class Profiler:
     def _decode(self, size: DecodeSize) -> list[Chunk]:
         context = size.num_context_tokens
         num_pages = -(-(context + 1) // self._kv.page_size)
-        return [Chunk([TOKEN_ID], context, self._kv.allocate(num_pages)) for _ in range(size.batch_size)]
+        return [
+            Chunk([TOKEN_ID], context, self._kv.pages.allocate(num_pages)) for _ in range(size.batch_size)
+        ]
 
     def _run(self, passes: list[list[Chunk]]) -> float:
         began_s = time.perf_counter()
@@ -131,7 +133,7 @@ async def serve(process: WorkerProcess) -> None:
     kv = executor.kv
     profiler = Profiler(executor, pick_prefill_chunk(config.worker.prefill_chunk, kv.device))
     # A sequence does not share its last page: each may waste one.
-    num_tokens = (kv.num_pages - config.worker.max_batch) * kv.page_size
+    num_tokens = (kv.pages.num_pages - config.worker.max_batch) * kv.page_size
     sizes = grid(num_tokens, kv.spec.max_position, config.worker.max_batch)
     for number, size in enumerate(sizes):
         report(Progress("measuring", number, len(sizes)))

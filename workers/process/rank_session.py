@@ -76,7 +76,9 @@ class RankSession(StageSession):
             self._process.rank.number,
             self._process.rank.size,
             self._fingerprint,
-            Capacity(pool.num_pages, self._executor.kv.num_pages, self._process.config.worker.max_batch),
+            Capacity(
+                pool.num_pages, self._executor.kv.pages.num_pages, self._process.config.worker.max_batch
+            ),
             self._executor.engine,
             (PoolShard(pool.address, pool.segment.layout),),
         )

@@ -289,7 +289,7 @@ class LeaderSession:
             shards_of(PoolShard(pool.address, pool.segment.layout), self._behind),
             least_capacity(
                 Capacity(
-                    pool.num_pages, self._executor.kv.num_own_pages, self._process.config.worker.max_batch
+                    pool.num_pages, self._executor.kv.pages.num_own, self._process.config.worker.max_batch
                 ),
                 self._behind,
             ),
@@ -335,7 +335,7 @@ class LeaderSession:
         return Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_prompts + self._decode.num_waiting,
-            num_free_device_pages=self._executor.kv.num_free_pages,
+            num_free_device_pages=self._executor.kv.pages.num_free,
             pools=pools | (self._behind.pools if self._behind else {}),
             prefill_s=self._prefill.seconds,
             num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
@@ -343,7 +343,7 @@ class LeaderSession:
             decode_load=self._decode.load,
             joining=self._decode.take_joining(),
             modules=msgspec.structs.replace(
-                self._decode.modules, num_device_pages=self._executor.kv.num_usable_pages
+                self._decode.modules, num_device_pages=self._executor.kv.pages.num_usable
             ),
             moves=self._decode.moves,
         )

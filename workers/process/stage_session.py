@@ -115,7 +115,9 @@ class StageSession:
             self._stage.num_stages,
             self._fingerprint,
             least_capacity(
-                Capacity(pool.num_pages, self._executor.kv.num_pages, self._process.config.worker.max_batch),
+                Capacity(
+                    pool.num_pages, self._executor.kv.pages.num_pages, self._process.config.worker.max_batch
+                ),
                 behind,
             ),
             engines_of(self._executor.engine, behind),

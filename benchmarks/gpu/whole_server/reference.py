@@ -33,7 +33,7 @@ class Reference:
         self._model.init_dummy_weights(DUMMY_SEED)
         num_pages = -(-num_tokens // _PAGE_SIZE)
         self._kv = DeviceKVCache(spec, layers, num_pages, _PAGE_SIZE, torch.float32, device)
-        self._pages = self._kv.allocate(num_pages)
+        self._pages = self._kv.pages.allocate(num_pages)
 
     @torch.inference_mode()
     def _logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:

@@ -527,7 +527,7 @@ async def assert_gone_at_once(cluster: MiniCluster, name: str, num_free_pages: i
     cluster.cancel(name)
     await until(lambda: all(ref.request_id != name for ref in decode.decode_jobs.refs))
     assert all(len(sequence.tokens) <= most for sequence, most in zip(sequences, most_tokens, strict=True))
-    assert decode.executor.kv.num_free_pages >= num_free_pages
+    assert decode.executor.kv.pages.num_free >= num_free_pages
 
 
 @pytest.mark.parametrize("step", ["load", "store"])
@@ -536,8 +536,8 @@ async def test_cancel_while_blocks_are_copied(start_cluster: StartCluster, step:
     async with start_cluster(decode_copies=gate.make) as cluster:
         cluster.submit("r", prompt_of(1, 30), greedy(12))
         await gate.reached()
-        num_pages = decode_of(cluster).executor.kv.num_pages
-        assert decode_of(cluster).executor.kv.num_free_pages < num_pages
+        num_pages = decode_of(cluster).executor.kv.pages.num_pages
+        assert decode_of(cluster).executor.kv.pages.num_free < num_pages
         if step == "load":  # the layer that is being copied ends
             cluster.cancel("r")
         gate.open()
@@ -567,7 +567,7 @@ async def test_cancel_while_it_gives_way_to_others(start_cluster: StartCluster, 
 async def test_cancel_while_it_waits_or_runs(start_cluster: StartCluster) -> None:
     async with start_cluster(Sizes(max_batch=1)) as cluster:
         decode = decode_of(cluster)
-        num_pages = decode.executor.kv.num_pages
+        num_pages = decode.executor.kv.pages.num_pages
         brake = Brake(decode.executor)
         running = cluster.submit("running", prompt_of(1, 30), greedy(300))
         await more_tokens(running)

@@ -72,7 +72,7 @@ def generate(
     ]
     texts = [list(prompt) for prompt in prompts]
     wanted = [len(prompt) + num_new for prompt in prompts]
-    tables = [kvs[0].allocate(-(-length // PAGE_SIZE))[::-1] for length in wanted]
+    tables = [kvs[0].pages.allocate(-(-length // PAGE_SIZE))[::-1] for length in wanted]
     num_cached = [0] * len(texts)
     drawn_from: list[list[torch.Tensor]] = [[] for _ in texts]
     while running := [i for i, text in enumerate(texts) if len(text) < wanted[i]]:

@@ -14,7 +14,7 @@ from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, Mailbox
 from tests.deadline import DEADLINE_S
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from workers.engine.batch import Batch, Chunk
-from workers.engine.kvcache.device_kvcache import DeviceKVCache, OutOfPages
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.kvcache.helped_parts import HostedPages
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
@@ -97,7 +97,7 @@ class Divided(Whole):
 
 def whole_tables(whole: Whole, texts: list[list[int]]) -> list[list[int]]:
     """Compute the prompts, and return their page tables, which have room for the output."""
-    tables = [whole.kv.allocate(-(-(len(text) + NUM_NEW) // PAGE_SIZE)) for text in texts]
+    tables = [whole.kv.pages.allocate(-(-(len(text) + NUM_NEW) // PAGE_SIZE)) for text in texts]
     chunks = [Chunk(text, 0, pages) for text, pages in zip(texts, tables, strict=True)]
     whole.model.forward(Batch.build(chunks, whole.kv), whole.kv)
     return tables
@@ -110,7 +110,7 @@ def divided_tables(
     copied."""
     divided_tables = []
     for pages, num_tokens in zip(tables, lens, strict=True):
-        there = divided.kv.allocate(len(pages), num_tokens // PAGE_SIZE)
+        there = divided.kv.pages.allocate(len(pages), num_tokens // PAGE_SIZE)
         divided_tables.append(there)
         source, target = torch.tensor(pages), torch.tensor(there)
         for layer in divided.kv.layers:
@@ -130,7 +130,7 @@ def test_tokens_are_those_of_all_pages_in_one_place(
     whole, divided, lens = Whole(model), Divided(model, num_own), [len(text) for text in texts]
     tables = whole_tables(whole, texts)
     there = divided_tables(divided, whole, tables, lens)
-    assert [divided.kv.num_hosted_of(pages) for pages in there] == nums_hosted
+    assert [divided.kv.pages.num_hosted_of(pages) for pages in there] == nums_hosted
     expected_texts, texts = ([[*text, 7] for text in texts] for _ in range(2))
     expected = whole.decode(expected_texts, tables, list(lens))
     with divided.hosting():
@@ -145,7 +145,7 @@ def test_chunks_of_several_tokens_see_the_pages_at_the_helper() -> None:
     whole, divided = Whole(model), Divided(model, 14)
     [pages] = whole_tables(whole, [text])
     [there] = divided_tables(divided, whole, [pages], [40])
-    assert divided.kv.num_hosted_of(there) == 5
+    assert divided.kv.pages.num_hosted_of(there) == 5
     chunk = text[40:]
     expected = model.forward(Batch.build([Chunk(chunk, 40, pages)], whole.kv), whole.kv)
     with divided.hosting():
@@ -155,7 +155,7 @@ def test_chunks_of_several_tokens_see_the_pages_at_the_helper() -> None:
 
 def test_a_lost_helper_is_missed_by_passes_with_its_pages_alone() -> None:
     divided = Divided(load("llama3", 2), 14, timeout_s=0.05)
-    own, there = divided.kv.allocate(2), divided.kv.allocate(4, 3)
+    own, there = divided.kv.pages.allocate(2), divided.kv.pages.allocate(4, 3)
     divided.model.forward(Batch.build([Chunk([3], 0, own)], divided.kv), divided.kv)
     batch = Batch.build([Chunk([3], 24, there)], divided.kv)
     for _ in range(2):
@@ -166,27 +166,8 @@ def test_a_lost_helper_is_missed_by_passes_with_its_pages_alone() -> None:
 
 def test_pages_at_the_helper_are_full_and_come_first() -> None:
     divided = Divided(load("llama3", 2), 14)
-    hosted = divided.kv.allocate(4, 3)[:2]
-    own = divided.kv.allocate(3)
+    hosted = divided.kv.pages.allocate(4, 3)[:2]
+    own = divided.kv.pages.allocate(3)
     for pages, start in (([*own[:1], *hosted], 20), (hosted, 10), ([*hosted, *own], 15)):
         with pytest.raises(ValueError, match="leading full pages alone"):
             Batch.build([Chunk([3], start, pages)], divided.kv)
-
-
-def test_sequences_get_their_share_there_or_all_where_room_is_short_here() -> None:
-    kv = Divided(load("llama3", 2), 14).kv
-    assert (kv.num_free_pages, kv.num_free_for(0), kv.num_free_for(5)) == (32, 14, 19)
-    assert (kv.most_pages_for(0), kv.most_pages_for(100)) == (14, 32)
-    halves = kv.allocate(8, 6)
-    assert kv.num_hosted_of(halves) == 4
-    assert halves == sorted(halves, key=lambda page: page < 14), "first tokens are there"
-    most = kv.allocate(20, 13)
-    assert kv.num_hosted_of(most) == 13
-    with pytest.raises(OutOfPages, match=r"wanted 5 .* 4 of 32"):
-        kv.allocate(5, 100)
-    kv.close_from(14)
-    kv.free(halves)
-    kv.free(most)
-    assert kv.num_free_pages == kv.most_pages_for(100) == 14
-    kv.rearrange([kv.layer(layer) for layer in kv.layers], None)
-    assert (kv.num_pages, kv.num_free_pages, kv.is_helped) == (14, 14, False)

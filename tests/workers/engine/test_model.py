@@ -55,7 +55,7 @@ def interleaved_tables(kv: DeviceKVCache, texts: Sequence[Sequence[int]]) -> lis
     for first in range(0, max(map(len, texts)), kv.page_size):
         for text, table in zip(texts, tables, strict=True):
             if first < len(text):
-                table[:0] = kv.allocate(1)
+                table[:0] = kv.pages.allocate(1)
     return tables
 
 
@@ -101,7 +101,7 @@ def test_heads_that_are_not_rotated_may_have_an_odd_size() -> None:
     model.load_weights(reference.state_dict().items())
     kv = DeviceKVCache(spec, model.layers, 4, 8, torch.float32, DEVICE)
     prompt = list(range(20))
-    logits = model.forward(Batch.build([Chunk(prompt, 0, kv.allocate(3))], kv), kv)
+    logits = model.forward(Batch.build([Chunk(prompt, 0, kv.pages.allocate(3))], kv), kv)
     with torch.no_grad():
         expected = reference(torch.tensor([prompt], device=DEVICE)).logits[0, -1:]
     torch.testing.assert_close(logits, expected)
@@ -119,7 +119,7 @@ def test_two_stages_give_the_same_hidden_states_and_logits(family: str, split: i
 
     def caches(model: DecoderModel) -> tuple[DeviceKVCache, list[int]]:
         kv = DeviceKVCache(spec, model.layers, 16, 8, torch.float32, DEVICE)
-        return kv, kv.allocate(8)
+        return kv, kv.pages.allocate(8)
 
     (whole_kv, whole_pages), (kv_a, pages_a), (kv_b, pages_b) = map(caches, (whole, first, second))
     for start, end in ((0, 20), (20, 37), (37, 38)):
@@ -160,7 +160,7 @@ def test_bfloat16_logits_are_close_to_transformers() -> None:
     model.load_weights(weights.items())
     prompt = greedy_by_transformers("llama3")[3]
     kv = DeviceKVCache(spec, model.layers, 16, 8, torch.bfloat16, DEVICE)
-    logits = model.forward(Batch.build([Chunk(prompt, 0, kv.allocate(10))], kv), kv)[0]
+    logits = model.forward(Batch.build([Chunk(prompt, 0, kv.pages.allocate(10))], kv), kv)[0]
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt], device=DEVICE)).logits[0, -1].float()
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()

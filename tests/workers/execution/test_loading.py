@@ -85,7 +85,7 @@ def test_freed_layers_are_loaded_from_the_checkpoint_while_it_is_the_same(tmp_pa
     config = {**SMALL, "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 512}
     checkpoint, process = process_of(tmp_path, config, "1MiB")
     executor = load_executor(checkpoint, kv_layout(checkpoint, 32, "bfloat16"), process)
-    model, pages = executor.model, executor.kv.allocate(1)
+    model, pages = executor.model, executor.kv.pages.allocate(1)
     batch = executor.prepare([Chunk([5, 6, 7], 0, pages)])
     expected = model.forward(batch, executor.kv)
     model.free_layers(range(1, 3))

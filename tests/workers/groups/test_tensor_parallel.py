@@ -79,10 +79,10 @@ async def test_aborted_prompt_leaves_all_ranks_at_the_same_layer(start_lab: Star
         async with asyncio.timeout(DEADLINE_S):
             while not all(job.is_dropped for stage in lab.stages for job in stage.jobs.values()):
                 await asyncio.sleep(0.001)  # each rank hears of it by itself
-        assert lab.executor.kv.num_free_pages < lab.executor.kv.num_pages
+        assert lab.executor.kv.pages.num_free < lab.executor.kv.pages.num_pages
         gate.open()
         await gone(lab, receiving)
-        assert lab.executor.kv.num_free_pages == lab.executor.kv.num_pages
+        assert lab.executor.kv.pages.num_free == lab.executor.kv.pages.num_pages
         assert gate.stored_layers == [0]
         assert not receiving.answered.done()
         await receiving.release()
@@ -103,8 +103,8 @@ async def test_device_pages_are_not_free_while_another_rank_stores_from_them(
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await gone(lab, receiving)
-        assert lab.executor.kv.num_free_pages == lab.executor.kv.num_pages - 2
+        assert lab.executor.kv.pages.num_free == lab.executor.kv.pages.num_pages - 2
         gate.open()
         await gone(lab, receiving)
-        assert lab.executor.kv.num_free_pages == lab.executor.kv.num_pages
+        assert lab.executor.kv.pages.num_free == lab.executor.kv.pages.num_pages
         await receiving.release()

@@ -40,10 +40,10 @@ async def test_an_owner_that_ends_leaves_nothing_behind(
         executor = pair.owner.executor
         link = await HelperLink.connect(pair.path, request, executor.model, executor.kv, ACCESS, lambda: None)
         assert pair.host.num_hosted == {"d9": 1}
-        assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES * 3 // 4
+        assert pair.helper.executor.kv.pages.num_usable == NUM_PAGES * 3 // 4
         link.close()  # as the system does at the end of a process
         await until(lambda: not pair.host.num_hosted)
-        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+        assert pair.helper.executor.kv.pages.num_free == NUM_PAGES
 
 
 async def test_an_owner_on_another_host_that_ends_before_all_connections_are_open_leaves_nothing_behind(
@@ -57,7 +57,7 @@ async def test_an_owner_on_another_host_that_ends_before_all_connections_are_ope
             assert await connections.receive(sock)
             assert pair.host.num_hosted == {"d9": 1}
         await until(lambda: not pair.host.num_hosted)
-        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+        assert pair.helper.executor.kv.pages.num_free == NUM_PAGES
 
 
 async def test_a_helper_without_room_says_the_sum(start_decode_lab: StartDecodeLab, tmp_path: Path) -> None:
@@ -65,14 +65,14 @@ async def test_a_helper_without_room_says_the_sum(start_decode_lab: StartDecodeL
         place = await pair.place(3)
         assert (place.error, place.part.num_heads) == ("", 3)  # 36 of 48 pages: a quarter stays free
         await pair.move(0)
-        taken = pair.helper.executor.kv.allocate(1)
+        taken = pair.helper.executor.kv.pages.allocate(1)
         place = await pair.place(3)
         assert place.error == (
             "d1 has no room: 3 of the KV heads in 48 pages take 36 of its pages, and it can lend 35 "
             "(47 of 48 are free, 12 stay free for its requests, the longest of which may need 0)"
         )
         assert place.part.num_heads == 0
-        pair.helper.executor.kv.free(taken)
+        pair.helper.executor.kv.pages.free(taken)
         await pair.move(1)
         assert (await pair.place(2)).error == "1 of the KV heads are at d1"
 
@@ -82,7 +82,7 @@ async def test_a_helper_keeps_enough_pages_for_the_rest_of_its_longest_request(
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         expected = await tokens_of(pair.begin("alone", 230, pair.helper).answer)
-        await until(lambda: pair.helper.executor.kv.num_free_pages == NUM_PAGES)
+        await until(lambda: pair.helper.executor.kv.pages.num_free == NUM_PAGES)
         own = pair.begin("own", 230, pair.helper)  # 30 pages in the end
         await until(lambda: bool(own.answer.tokens))
         said = re.search(
@@ -124,13 +124,13 @@ async def test_requests_that_a_helper_had_wait_for_each_other_when_pages_are_len
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         expected = await tokens_of(pair.begin("alone", 150, pair.helper).answer)
-        await until(lambda: pair.helper.executor.kv.num_free_pages == NUM_PAGES)
+        await until(lambda: pair.helper.executor.kv.pages.num_free == NUM_PAGES)
         brake = Brake(pair.helper.executor)
         with brake.on():
             own = [pair.begin(f"own{index}", 150, pair.helper) for index in range(4)]  # 20 pages in the end
             await brake.holds()
             await pair.move(1)
-            assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES - 16
+            assert pair.helper.executor.kv.pages.num_usable == NUM_PAGES - 16
         for one in own:
             assert await tokens_of(one.answer) == expected
         assert pair.helper.decode.meter.stats.num_preemptions
@@ -159,7 +159,7 @@ async def test_modules_for_which_a_helper_has_no_memory_are_refused_with_the_sum
         monkeypatch.setattr(hosting, "available_bytes", lambda: 1 << 20)
         assert (await pair.place(1)).error.endswith(" MiB, of which 1 MiB are available")
         kv = pair.helper.executor.kv
-        assert (pair.host.num_hosted, kv.num_free_pages, kv.num_usable_pages) == ({}, NUM_PAGES, NUM_PAGES)
+        assert (pair.host.num_hosted, kv.pages.num_free, kv.pages.num_usable) == ({}, NUM_PAGES, NUM_PAGES)
         monkeypatch.setattr(hosting, "available_bytes", lambda: None)  # nobody knows
         await pair.move(1)
 
@@ -183,4 +183,4 @@ async def test_a_helper_that_ends_waits_for_no_memory(
         await pair.lose_helper()
         assert was_given_up == [True]
         assert not (await pair.ended(number)).are_elsewhere
-        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+        assert pair.helper.executor.kv.pages.num_free == NUM_PAGES

@@ -95,14 +95,14 @@ async def test_a_short_prompt_does_not_wait_behind_one_that_waits_for_memory(sta
             asked = noting_cut_ins(lab.executor)
             long = await lab.order(prompt_of(1, 90), tenant="a")
             await held.reached()
-            taken = kv.allocate(kv.num_free_pages - NUM_PAGES_OF_SHORT)
+            taken = kv.pages.allocate(kv.pages.num_free - NUM_PAGES_OF_SHORT)
             waiting = await lab.order(prompt_of(3, 90), tenant="a")
             short = await lab.order(prompt_of(2, 20), tenant="b")
             async with asyncio.timeout(DEADLINE_S):
                 await asked.wait()
             held.let_go()
             assert_equal(await short.result(), plain[2], 0, same_arithmetic=False)
-            kv.free(taken)
+            kv.pages.free(taken)
             for receiving, expected in ((long, plain[0]), (waiting, plain[1])):
                 assert_equal(await receiving.result(), expected, 0, same_arithmetic=False)
 

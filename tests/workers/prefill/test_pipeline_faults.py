@@ -38,7 +38,7 @@ async def test_aborted_prompt_leaves_every_stage_at_once(start_lab: StartLab, st
         await gone(lab, receiving)
         for part in lab.parts:
             async with asyncio.timeout(DEADLINE_S):
-                while part.executor.kv.num_free_pages < part.executor.kv.num_pages:
+                while part.executor.kv.pages.num_free < part.executor.kv.pages.num_pages:
                     await asyncio.sleep(0.001)
         assert len(prompt) > 4 * num_passes_under_way * chunk
         assert len(computed) <= num_passes_under_way * lab.layout.num_layers
@@ -59,7 +59,7 @@ async def test_aborted_prompt_of_8k_tokens_is_gone_within_100_ms_of_the_next_lay
         gate.close()
         receiving = await lab.order(prompt)
         await gate.reached()  # in the middle of a pass, behind a layer
-        held = [part.executor.kv.num_pages - part.executor.kv.num_free_pages for part in lab.parts]
+        held = [part.executor.kv.pages.num_pages - part.executor.kv.pages.num_free for part in lab.parts]
         assert held == [num_pages] * num_stages
         lab.jobs.cancel(receiving.ref)
         await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_aborted_prompt_of_8k_tokens_is_gone_within_100_ms_of_the_next_lay
         opened_s = time.process_time()
         await gone(lab, receiving)
         for part in lab.parts:
-            while part.executor.kv.num_free_pages < num_pages or (await part.client.stats()).num_used:
+            while part.executor.kv.pages.num_free < num_pages or (await part.client.stats()).num_used:
                 await asyncio.sleep(0.001)
         gone_s = time.process_time() - opened_s
         await receiving.release()
@@ -98,8 +98,8 @@ async def test_many_prompts_in_little_memory_wait_for_one_another_and_do_not_loc
     async with start_lab(num_pages=14, num_stages=3) as lab:
         plain = [lab.plain(prompt) for prompt in prompts]
         for part in lab.parts:  # so little memory on the devices too
-            part.executor.kv.allocate(part.executor.kv.num_free_pages - 14)
-        lab.num_taken_pages = lab.executor.kv.num_pages - 14
+            part.executor.kv.pages.allocate(part.executor.kv.pages.num_free - 14)
+        lab.num_taken_pages = lab.executor.kv.pages.num_pages - 14
         async with lab.running(Setting(24)):
             for start in range(0, len(prompts), 6):  # the decode side has not room for more
                 ordered = [await lab.order(prompt) for prompt in prompts[start : start + 6]]

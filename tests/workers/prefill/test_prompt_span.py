@@ -56,14 +56,14 @@ async def test_a_fetched_prefix_is_told_with_its_source(start_lab: StartLab) -> 
 
 async def test_an_aborted_prompt_is_told_as_such(start_lab: StartLab) -> None:
     async with start_lab() as lab, lab.running(Setting()):
-        taken = lab.executor.kv.allocate(lab.executor.kv.num_free_pages)
+        taken = lab.executor.kv.pages.allocate(lab.executor.kv.pages.num_free)
         receiving = await lab.order(prompt_of(1, NUM_TOKENS))
         while lab.runner.num_prompts < 1:
             await asyncio.sleep(0)
         lab.jobs.cancel(receiving.ref)
         while lab.runner.num_prompts:
             await asyncio.sleep(0)
-        lab.executor.kv.free(taken)
+        lab.executor.kv.pages.free(taken)
         await receiving.release()
         span = lab.spans.of("p", "r1")
         assert steps(span) == ["queue", "reserve"]

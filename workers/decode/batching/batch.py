@@ -68,7 +68,7 @@ class DecodeBatch:
     """
 
     def __init__(self, kv: DeviceKVCache, max_batch: int) -> None:
-        self._kv = kv
+        self._allocator, self._page_size = kv.pages, kv.page_size
         self._max_batch = max_batch
         self._waiting: list[Sequence] = []
         self._loading: list[Sequence] = []
@@ -86,11 +86,12 @@ class DecodeBatch:
 
         Raises NoRoomError.
         """
-        kv, num_pages = self._kv, sequence.most_pages(self._kv.page_size)
-        if kv.num_usable_pages < num_pages <= kv.num_own_pages:
+        num_pages, allocator = sequence.most_pages(self._page_size), self._allocator
+        num_own, num_usable = allocator.num_own, allocator.num_usable
+        if num_usable < num_pages <= num_own:
             raise NoRoomError(
-                f"it may need {num_pages} of {kv.num_own_pages} device pages, and {kv.num_usable_pages} are "
-                "not lent to another instance"
+                f"it may need {num_pages} of {num_own} device pages, and {num_usable} are not lent to another"
+                " instance"
             )
 
     def enter(self, sequence: Sequence) -> None:
@@ -118,12 +119,12 @@ class DecodeBatch:
         self._admit()
         is_new = sequence.state is SequenceState.NEW
         is_alone = not (self._running or self._loading or self._leaving or self._prepared)
-        num_pages = -(-(len(sequence.tokens) + 1) // self._kv.page_size) - len(sequence.pages)
+        num_pages = -(-(len(sequence.tokens) + 1) // self._page_size) - len(sequence.pages)
         if self._waiting or (is_new and self._lacks_slot):
             return False
-        if self._kv.num_free_for(0) < num_pages + (not is_alone):
+        if self._allocator.num_free_for(0) < num_pages + (not is_alone):
             return False
-        sequence.pages += self._kv.allocate(num_pages)
+        sequence.pages += self._allocator.allocate(num_pages)
         if is_new:
             sequence.state = SequenceState.PREPARED
             self._prepared.append(sequence)
@@ -164,7 +165,7 @@ class DecodeBatch:
             assert not sequence.is_in_flight
             self._leaving.remove(sequence)
             sequence.state = SequenceState.OUT
-            self._kv.free(sequence.pages)
+            self._allocator.free(sequence.pages)
             sequence.pages = []
             sequence.num_stays += 1
 
@@ -183,12 +184,12 @@ class DecodeBatch:
         return {
             FullPage(sequence.number, sequence.num_stays, block, page)
             for sequence in (*self._running, *self._prepared)
-            for block, page in enumerate(sequence.pages[: sequence.num_kv_tokens // self._kv.page_size])
+            for block, page in enumerate(sequence.pages[: sequence.num_kv_tokens // self._page_size])
         }
 
     def unwritten_pages(self) -> set[int]:
         """Return the numbers of device pages that have no KVCache yet. Valid while no iteration runs."""
-        page_size = self._kv.page_size
+        page_size = self._page_size
         return {
             page
             for sequence in (*self._running, *self._leaving)
@@ -205,23 +206,24 @@ class DecodeBatch:
         least `_DIVIDED_AGAIN` pages, or one for each running sequence, can go. A division pauses all
         sequences, and so few pages would soon be filled.
         """
-        kv, num_running, num_going = self._kv, len(self._running), 0
+        allocator, num_running, num_going = self._allocator, len(self._running), 0
         chosen = list[tuple[Sequence, int, int]]()
         for sequence in (one for one in self._running if not one.num_stores):
-            first, num_full = kv.num_hosted_of(sequence.pages), sequence.num_full_pages(kv.page_size)
+            first = allocator.num_hosted_of(sequence.pages)
+            num_full = sequence.num_full_pages(self._page_size)
             # One free page is kept for each running sequence: many need their next one at the same time.
-            num_there = kv.num_to_host(
+            num_there = allocator.num_to_host(
                 len(sequence.pages), num_full, sequence.pages, num_going, num_kept=num_running
             )
             num = num_there - first
             if num >= _LEAST_DIVIDED:
                 chosen.append((sequence, first, num))
                 num_going += num
-        has_room = kv.num_free_for(0) >= num_running
+        has_room = allocator.num_free_for(0) >= num_running
         if again and has_room and num_going < min(num_running, _DIVIDED_AGAIN):
             return []
         return [
-            Division(sequence, sequence.num_stays, first, kv.allocate_hosted(num))
+            Division(sequence, sequence.num_stays, first, allocator.allocate_hosted(num))
             for sequence, first, num in chosen
         ]
 
@@ -237,14 +239,14 @@ class DecodeBatch:
             is_same = sequence.state is SequenceState.RUNNING and sequence.num_stays == division.stay
             if is_same and not sequence.num_stores:
                 sequence.pages[division.first : division.first + len(own)] = division.pages
-                self._kv.free(own)
+                self._allocator.free(own)
             else:
-                self._kv.free(division.pages)
+                self._allocator.free(division.pages)
 
     def drop_division(self, divisions: list[Division]) -> None:
         """Free the pages at the helper of divisions that have not ended. `divisions` is empty afterwards."""
         while divisions:
-            self._kv.free(divisions.pop().pages)
+            self._allocator.free(divisions.pop().pages)
 
     @property
     def num_loading_pages(self) -> int:
@@ -284,9 +286,9 @@ class DecodeBatch:
         for sequence in list(self._running):
             if sequence.state is not SequenceState.RUNNING or sequence.ends_in_flight:
                 continue
-            num_missing = sequence.num_pages_needed(self._kv.page_size) - len(sequence.pages)
-            if num_missing <= self._kv.num_free_for(0):
-                sequence.pages += self._kv.allocate(num_missing)
+            num_missing = sequence.num_pages_needed(self._page_size) - len(sequence.pages)
+            if num_missing <= self._allocator.num_free_for(0):
+                sequence.pages += self._allocator.allocate(num_missing)
                 ready.append(sequence)
                 continue
             if num_missing > num_coming:
@@ -304,7 +306,7 @@ class DecodeBatch:
         return sum(len(sequence.pages) - self._num_hosted(sequence) for sequence in sequences)
 
     def _num_hosted(self, sequence: Sequence) -> int:
-        return self._kv.num_hosted_of(sequence.pages)
+        return self._allocator.num_hosted_of(sequence.pages)
 
     @property
     def _newest_first(self) -> list[Sequence]:
@@ -335,13 +337,13 @@ class DecodeBatch:
 
     def _fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence that is alone has enough device pages, perhaps some at a helper."""
-        return sequence.num_pages_needed(self._kv.page_size) <= self._most_pages(sequence)
+        return sequence.num_pages_needed(self._page_size) <= self._most_pages(sequence)
 
     def _most_pages(self, sequence: Sequence) -> int:
-        return self._kv.most_pages_for(sequence.num_full_pages(self._kv.page_size))
+        return self._allocator.most_for(sequence.num_full_pages(self._page_size))
 
     def _fail(self, sequence: Sequence) -> None:
-        num_pages, most_pages = sequence.num_pages_needed(self._kv.page_size), self._most_pages(sequence)
+        num_pages, most_pages = sequence.num_pages_needed(self._page_size), self._most_pages(sequence)
         sequence.error = NoRoomError(f"it needs {num_pages} device pages now, and there are {most_pages}")
         self.leave(sequence)
 
@@ -349,22 +351,22 @@ class DecodeBatch:
 
     def _admit(self) -> None:
         """Admit sequences in order while there are batch slots and pages. One page is kept for growth."""
-        kv = self._kv
+        allocator = self._allocator
         while self._waiting:
             sequence = self._first_waiting()
             is_first = not (self._running or self._loading or self._leaving or self._prepared)
-            num_pages = sequence.num_pages_needed(kv.page_size) + (not is_first)
-            num_full = sequence.num_full_pages(kv.page_size)
+            num_pages = sequence.num_pages_needed(self._page_size) + (not is_first)
+            num_full = sequence.num_full_pages(self._page_size)
             if not self._fits(sequence):
                 self._fail(sequence)
                 continue
-            if self._lacks_slot or kv.num_free_for(num_full) < num_pages:
+            if self._lacks_slot or allocator.num_free_for(num_full) < num_pages:
                 for other in self._preempted_for(sequence, num_pages, num_full):
                     self.leave(other)
-            if self._lacks_slot or kv.num_free_for(num_full) < num_pages:
+            if self._lacks_slot or allocator.num_free_for(num_full) < num_pages:
                 return
             self._waiting.remove(sequence)
-            sequence.pages = kv.allocate(num_pages - (not is_first), num_full)
+            sequence.pages = allocator.allocate(num_pages - (not is_first), num_full)
             sequence.state = SequenceState.LOADING
             self._loading.append(sequence)
             sequence.admitted.set()
@@ -402,7 +404,8 @@ class DecodeBatch:
         num_hosted = sum(self._num_hosted(sequence) for sequence in ending)
         num_own = sum(len(sequence.pages) for sequence in ending) - num_hosted
         while (
-            num_slots >= self._max_batch or self._kv.num_free_for(num_full, num_own, num_hosted) < num_pages
+            num_slots >= self._max_batch
+            or self._allocator.num_free_for(num_full, num_own, num_hosted) < num_pages
         ):
             yielding = [other for other in left if shares.yields(other, claim, 1, num_pages)]
             if not yielding:
@@ -419,4 +422,4 @@ class DecodeBatch:
 
     def _shares(self) -> BatchShares:
         members = [*self._running, *self._loading, *self._prepared]
-        return BatchShares(members, self._max_batch, self._kv.num_usable_pages)
+        return BatchShares(members, self._max_batch, self._allocator.num_usable)

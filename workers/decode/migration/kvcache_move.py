@@ -103,8 +103,9 @@ class KVCacheMove:
         """
         if not self._own:
             return []
-        used, num_pages = self._kv.used_pages(), len(self._own[0])
-        next_used = itertools.chain(used, self._kv.free_pages, range(self._kv.num_pages, num_pages))
+        pages, num_pages = self._kv.pages, len(self._own[0])
+        used = pages.used()
+        next_used = itertools.chain(used, pages.next_free, range(pages.num_pages, num_pages))
         num_expected = min(num_pages, len(used) + round(_GROWTH_SHARE * num_pages))
         there = (page for page in next_used if page < num_pages)
         layer_bytes, page_bytes = self._own[0].nbytes, self._own[0][0].nbytes

@@ -95,7 +95,7 @@ class ModuleMoves:
         """
         if self._executor.kv.is_helped and not self._is_lost:
             self._is_lost = True
-            self._executor.kv.keep_freed()
+            self._executor.kv.pages.keep_freed()
             self._rearranger.hold()
             self._orders.put_nowait(_Lost())
 
@@ -117,7 +117,7 @@ class ModuleMoves:
             self._without_helper.ended(took)
             return
         why = self._pace.ended(took, iteration.ended_s)
-        if why and not self.place.is_moving and len(kv.used_pages()) <= kv.num_own_pages:
+        if why and not self.place.is_moving and len(kv.pages.used()) <= kv.pages.num_own:
             self._orders.put_nowait(_Slow(why))
 
     def recheck(self) -> None:
@@ -129,8 +129,8 @@ class ModuleMoves:
         kv = self._executor.kv
         if kv.hosted_pages is None or self.place.is_moving or self._orders.qsize():
             return
-        num_own = kv.num_free_for(0)
-        if num_own < _FEW_FREE_PAGES and num_own < kv.num_free_pages:
+        num_own = kv.pages.num_free_for(0)
+        if num_own < _FEW_FREE_PAGES and num_own < kv.pages.num_free:
             self._orders.put_nowait(_Divide())
 
     async def run(self) -> None:
@@ -213,8 +213,8 @@ class ModuleMoves:
             self._name,
             self._fingerprint,
             order.part,
-            kv.num_own_pages,
-            kv.num_own_pages,
+            kv.pages.num_own,
+            kv.pages.num_own,
             self._most_tokens,
             self._max_batch,
         )
@@ -239,7 +239,7 @@ class ModuleMoves:
         The memory of all present pages is counted, and the memory of weights that can be freed.
         """
         kv, model = self._executor.kv, self._executor.model
-        num_pages = Fraction(kv.num_own_pages)
+        num_pages = Fraction(kv.pages.num_own)
         if request.part.layers is not None:
             page_bytes = len(kv.layers) * kv.layer(kv.layers.start)[0].nbytes
             num_pages += Fraction(request.part.layers.count * model.layer_bytes, page_bytes)
@@ -265,18 +265,18 @@ class ModuleMoves:
         `outcome` is the outcome for the counters (`MOVE_OUTCOMES`).
         """
         kv = self._executor.kv
-        if (num_pages := self._most_pages()) > kv.num_own_pages:
+        if (num_pages := self._most_pages()) > kv.pages.num_own:
             raise ModulesStayError(
                 f"a request may need {num_pages} pages before its end, and with all modules "
-                f"there are {kv.num_own_pages}"
+                f"there are {kv.pages.num_own}"
             )
-        move = self._rearranger.begin(kv.num_own_pages, None)
+        move = self._rearranger.begin(kv.pages.num_own, None)
         await self._load_weights(self._rearranger.beside)
         try:
-            await self._rearranger.free_in_time(kv.num_own_pages)
+            await self._rearranger.free_in_time(kv.pages.num_own)
         except ModulesStayError:
             if not self._is_lost:
-                kv.reopen()
+                kv.pages.reopen()
                 await self._free_weights()  # their memory is needed for pages
             raise
         try:
@@ -298,9 +298,9 @@ class ModuleMoves:
         log.warning("%s", reason)
         self._tell(is_moving=True)
         await self._loop.quiet()
-        await self._rearranger.free_beyond(kv.num_own_pages)
+        await self._rearranger.free_beyond(kv.pages.num_own)
         try:
-            move = self._rearranger.begin(kv.num_own_pages, None)
+            move = self._rearranger.begin(kv.pages.num_own, None)
             await self._load_weights(at_once)
         except ModulesStayError as error:
             raise SessionLostError(f"{reason}, but cannot be: {error}") from None

@@ -96,8 +96,8 @@ class Rearranger:
         Running sequences that have such pages are preempted. Sequences that are prepared to migrate here and
         have such pages are given up, and stay at their sources.
         """
-        self._kv.close_from(num_pages)
-        while self._kv.used_pages(num_pages):
+        self._kv.pages.close_from(num_pages)
+        while self._kv.pages.used(num_pages):
             self._turn_taken.clear()
             if self._batch.preempt_beyond(num_pages):
                 self._loop.take_turn()
@@ -120,7 +120,7 @@ class Rearranger:
         free_bytes = available_bytes()
         if free_bytes is not None and needed_bytes > free_bytes:
             raise ModulesStayError(
-                f"no memory to copy {len(self._kv.used_pages())} pages in use, for those that come, and for"
+                f"no memory to copy {len(self._kv.pages.used())} pages in use, for those that come, and for"
                 f" weights ({weight_bytes // _MIB} MiB): {needed_bytes // _MIB} MiB, of which"
                 f" {free_bytes // _MIB} MiB are available"
             )
@@ -180,7 +180,7 @@ class Rearranger:
         """
         needless = {full_page.page for full_page in copied & self._batch.full_pages()}
         needless |= self._batch.unwritten_pages()
-        return [page for page in self._kv.used_pages() if page not in needless]
+        return [page for page in self._kv.pages.used() if page not in needless]
 
     async def divide(self, *, again: bool) -> None:
         """Move full pages of running sequences to a helper that has pages of sequences.

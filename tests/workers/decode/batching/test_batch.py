@@ -178,7 +178,7 @@ def test_a_minute_makes_up_for_a_step_of_priority(spec: ModelSpec) -> None:
 def test_waits_for_pages_that_are_about_to_come_free_instead_of_preempting(spec: ModelSpec) -> None:
     batch = Batch(spec, 7)
     old, new = batch.joined(11), batch.joined(11, max_tokens=3)
-    batch.kv.allocate(1)
+    batch.kv.pages.allocate(1)
     assert batch.iterate() == [old, new]
     new.in_flight_until = len(new.tokens)
     assert new.ends_in_flight
@@ -196,9 +196,9 @@ def test_pages_of_an_iteration_in_flight_are_kept(spec: ModelSpec) -> None:
     sequence.in_flight_until = None
     batch.batch.release_left()
     assert sequence.left.is_set()
-    assert batch.kv.num_free_pages == 4
+    assert batch.kv.pages.num_free == 4
     batch.batch.free(sequence)
-    assert batch.kv.num_free_pages == 6
+    assert batch.kv.pages.num_free == 6
 
 
 def test_plans_a_page_for_a_token_that_is_not_known_yet(spec: ModelSpec) -> None:
@@ -355,7 +355,7 @@ def test_a_prepared_sequence_grows(spec: ModelSpec) -> None:
     assert not batch.batch.prepare(sequence), "a page is left to grow"
     assert len(sequence.pages) == 3
     batch.end(sequence)
-    assert batch.kv.num_free_pages == 5
+    assert batch.kv.pages.num_free == 5
 
 
 def test_a_sequence_is_prepared_at_once_or_not_at_all(spec: ModelSpec) -> None:
@@ -439,7 +439,7 @@ def test_pages_without_kvcache_are_known_and_full_ones_of_all_that_stay(spec: Mo
     batch = Batch(spec, 20)
     running, leaving = batch.joined(9), batch.joined(8)
     batch.iterate()
-    running.pages += batch.kv.allocate(2)
+    running.pages += batch.kv.pages.allocate(2)
     batch.batch.leave(leaving)
     prepared = batch.sequence(13)
     prepared.tokens, prepared.num_cached_tokens = list(prepared.request.token_ids), 12
@@ -452,7 +452,7 @@ def test_pages_without_kvcache_are_known_and_full_ones_of_all_that_stay(spec: Mo
 def test_a_sequence_waits_for_pages_that_are_kept_after_they_were_freed(spec: ModelSpec) -> None:
     batch = Batch(spec, 4)
     ended = batch.joined(12)
-    batch.kv.keep_freed()
+    batch.kv.pages.keep_freed()
     batch.end(ended)
     waiting = batch.entered(12)
     batch.batch.plan()

@@ -47,14 +47,14 @@ def test_full_pages_change_their_numbers_when_they_have_been_copied(spec: ModelS
     there = list(division.pages)
     batch.batch.end_division(divisions)
     assert sequence.pages == there + before[6:]
-    assert (kv.num_hosted_of(sequence.pages), kv.num_free_for(0)) == (6, NUM_OWN - 6)
+    assert (kv.pages.num_hosted_of(sequence.pages), kv.pages.num_free_for(0)) == (6, NUM_OWN - 6)
     assert batch.batch.begin_division() == []
 
 
 def test_the_page_that_is_being_written_stays(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec, Fraction(99, 100))
     batch.batch.end_division(batch.batch.begin_division())
-    assert kv.num_hosted_of(sequence.pages) == len(sequence.pages) - 1
+    assert kv.pages.num_hosted_of(sequence.pages) == len(sequence.pages) - 1
 
 
 def test_the_pages_that_one_sequence_frees_are_room_for_all(spec: ModelSpec) -> None:
@@ -78,15 +78,15 @@ def test_a_sequence_that_is_stored_or_has_left_meanwhile_keeps_its_pages(
         sequence.num_stores = 1
     batch.batch.end_division(divisions)
     assert sequence.pages == before
-    assert kv.num_free_pages == NUM_OWN + NUM_HOSTED - len(before)
+    assert kv.pages.num_free == NUM_OWN + NUM_HOSTED - len(before)
 
 
 def test_sequences_are_divided_again_for_as_many_pages_as_there_are_sequences(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec, num_own=25)
     others = [batch.joined(1) for _ in range(6)]
-    assert kv.num_free_for(0) == 7  # one for each
+    assert kv.pages.num_free_for(0) == 7  # one for each
     assert batch.batch.begin_division(again=True) == []
-    assert kv.num_free_pages == 25 + NUM_HOSTED - len(sequence.pages) - len(others)
+    assert kv.pages.num_free == 25 + NUM_HOSTED - len(sequence.pages) - len(others)
     batch.end(others[0])
     [division] = batch.batch.begin_division(again=True)
     assert len(division.pages) == 6
@@ -95,12 +95,12 @@ def test_sequences_are_divided_again_for_as_many_pages_as_there_are_sequences(sp
 def test_few_pages_go_where_not_every_sequence_has_room_to_grow_into_one(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec)
     others = [batch.joined(PAGE_SIZE - 1) for _ in range(6)]
-    kv.allocate(kv.num_free_for(0))
-    kv.allocate_hosted(NUM_HOSTED - 6)
+    kv.pages.allocate(kv.pages.num_free_for(0))
+    kv.pages.allocate_hosted(NUM_HOSTED - 6)
     batch.batch.end_division(batch.batch.begin_division(again=True))
     for _ in range(2):  # each of the others needs a page
         assert batch.iterate() == [sequence, *others]
-    assert kv.num_free_for(0) == 0
+    assert kv.pages.num_free_for(0) == 0
 
 
 @pytest.mark.parametrize(("num", "num_pages"), [(7, 96), (20, 290), (32, 520)])
@@ -113,7 +113,7 @@ def test_no_sequence_waits_for_a_page_while_the_helper_has_some(
     batch.batch.end_division(batch.batch.begin_division())
     while batch.iterate() == running:
         batch.batch.end_division(batch.batch.begin_division(again=True))
-    assert batch.kv.num_free_pages - batch.kv.num_free_for(0) < 4  # fewer than are worth a division
+    assert batch.kv.pages.num_free - batch.kv.pages.num_free_for(0) < 4  # fewer than are worth a division
 
 
 def test_a_division_that_is_not_worth_a_pause_takes_no_page(
@@ -122,8 +122,8 @@ def test_a_division_that_is_not_worth_a_pause_takes_no_page(
     batch, kv, _ = divided(spec, num_own=25)
     for _ in range(6):
         batch.joined(1)
-    allocate = Mock(wraps=kv.allocate_hosted)
-    monkeypatch.setattr(kv, "allocate_hosted", allocate)
+    allocate = Mock(wraps=kv.pages.allocate_hosted)
+    monkeypatch.setattr(kv.pages, "allocate_hosted", allocate)
     assert batch.batch.begin_division(again=True) == []
     assert not allocate.call_count
 
@@ -134,7 +134,7 @@ def test_no_more_pages_go_than_the_helper_has(spec: ModelSpec) -> None:
     have_helper(batch.kv, Fraction(1, 2), 10)
     divisions = batch.batch.begin_division()
     assert [(one.sequence, len(one.pages)) for one in divisions] == [(first, 6), (second, 4)]
-    assert batch.kv.num_free_pages == batch.kv.num_free_for(0)
+    assert batch.kv.pages.num_free == batch.kv.pages.num_free_for(0)
 
 
 def test_nothing_is_copied_of_a_sequence_that_is_being_stored(spec: ModelSpec) -> None:
@@ -149,7 +149,7 @@ def test_a_division_that_is_given_up_leaves_nothing_behind(spec: ModelSpec) -> N
     batch, kv, sequence = divided(spec)
     before, divisions = list(sequence.pages), batch.batch.begin_division()
     batch.batch.drop_division(divisions)
-    assert (sequence.pages, kv.num_free_pages) == (before, NUM_OWN + NUM_HOSTED - len(before))
+    assert (sequence.pages, kv.pages.num_free) == (before, NUM_OWN + NUM_HOSTED - len(before))
 
 
 def test_an_inlined_prompt_that_does_not_fit_here_is_not_told_of_pages_at_the_helper(spec: ModelSpec) -> None:
@@ -200,7 +200,7 @@ def test_pages_at_the_helper_come_free_for_a_sequence_that_can_have_them(spec: M
 def test_a_sequence_does_not_wait_to_grow_into_pages_that_the_helper_has(spec: ModelSpec) -> None:
     batch, prompt, divided = full(spec)
     newest = batch.joined(PAGE_SIZE)
-    batch.kv.allocate(batch.kv.num_free_for(0))
+    batch.kv.pages.allocate(batch.kv.pages.num_free_for(0))
     batch.batch.leave(divided)  # which frees a page here, for one of both
     for sequence in (prompt, newest):
         sequence.tokens += [1] * PAGE_SIZE
@@ -214,8 +214,8 @@ def test_the_pages_of_a_sequence_are_counted_once_for_a_claim(
     batch = Batch(spec, NUM_OWN, max_batch=16)
     have_helper(batch.kv, Fraction(1, 2), NUM_HOSTED)
     running = [batch.joined(2 * PAGE_SIZE, tenant="one") for _ in range(13)]
-    count = Mock(wraps=batch.kv.num_hosted_of)
-    monkeypatch.setattr(batch.kv, "num_hosted_of", count)
+    count = Mock(wraps=batch.kv.pages.num_hosted_of)
+    monkeypatch.setattr(batch.kv.pages, "num_hosted_of", count)
     batch.entered(NUM_TOKENS, tenant="other")
     batch.batch.plan()
     preempted = [sequence for sequence in reversed(running) if sequence.state is SequenceState.LEAVING]

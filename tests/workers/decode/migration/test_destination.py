@@ -53,7 +53,7 @@ async def goes_on(lab: DecodeLab, decoded: Decoded, reference: Reference) -> Non
     kv = lab.decodes[1].executor.kv
     assert await tokens_of(decoded.answer) == reference(decoded.request.token_ids, 300)
     await lab.assert_nothing_is_held()
-    assert kv.num_free_pages == kv.num_pages
+    assert kv.pages.num_free == kv.pages.num_pages
 
 
 async def arrives(lab: DecodeLab, decoded: Decoded, move: Move, reference: Reference) -> None:
@@ -85,14 +85,14 @@ async def test_without_room_the_request_stays(
             others.append(lab.begin("other", prompt_of(2, 20), greedy(300), other))
             await more_tokens(others[0].answer)
         elif lacking == "pages":
-            pages = other.executor.kv.allocate(other.executor.kv.num_pages - 6)
+            pages = other.executor.kv.pages.allocate(other.executor.kv.pages.num_pages - 6)
         else:
             await pool.release(taken.reservation_id)
             taken = await pool.reserve([], pool.num_pages - 2)
         answer = await move.prepare()
         assert answer == WorkFailed(move.ref, answer.reason, retryable=True)  # type: ignore[union-attr]
         assert "no room" in answer.reason or "no slot" in answer.reason
-        other.executor.kv.free(pages)
+        other.executor.kv.pages.free(pages)
         await pool.release(taken.reservation_id)
         for of in others:
             assert await tokens_of(of.answer) == reference(of.request.token_ids, 300)
@@ -123,11 +123,11 @@ async def test_a_second_round_without_room_gives_everything_back(
         decoded, move = await moving(lab)
         kv = lab.decodes[1].executor.kv
         assert isinstance(await move.prepare(), Prepared)
-        pages = kv.allocate(kv.num_free_pages)
+        pages = kv.pages.allocate(kv.pages.num_free)
         await more_tokens(decoded.answer, 20)
         assert isinstance(await move.pre_copy(), PreCopied)
         assert isinstance(await move.prepare(), WorkFailed)
-        kv.free(pages)
+        kv.pages.free(pages)
         await goes_on(lab, decoded, reference)
 
 
@@ -199,7 +199,7 @@ async def test_a_source_that_is_gone_ends_the_migration(
         destination = lab.decodes[1]
         await until(lambda: not destination.decode_jobs.refs)
         kv = destination.executor.kv
-        assert kv.num_free_pages == kv.num_pages
+        assert kv.pages.num_free == kv.pages.num_pages
         stats = await destination.pool.stats(check_integrity=True)
         assert (stats.num_used, stats.integrity) == (0, None)
 
@@ -267,7 +267,7 @@ async def test_abort_releases_a_prepared_request(
         decoded, move = await moving(lab)
         kv = lab.decodes[1].executor.kv
         assert isinstance(await move.prepare(), Prepared)
-        assert kv.num_free_pages < kv.num_pages
+        assert kv.pages.num_free < kv.pages.num_pages
         stats = await lab.decodes[1].pool.stats()
         assert (stats.num_reservations, stats.num_leases) == (0, 0), "its blocks are on the device"
         assert lab.decodes[1].decode.load.num_requests == 1
@@ -286,7 +286,7 @@ async def test_abort_while_blocks_are_loaded(start_decode_lab: StartDecodeLab, r
         kv = lab.decodes[1].executor.kv
         move.give_up()
         await asyncio.wait([preparing], timeout=0.1)
-        assert kv.num_free_pages < kv.num_pages, "a layer is being copied"
+        assert kv.pages.num_free < kv.pages.num_pages, "a layer is being copied"
         gate.open()
         preparing.cancel()
         await goes_on(lab, decoded, reference)
@@ -379,7 +379,7 @@ async def test_cancel_behind_the_order_to_take_over(start_decode_lab: StartDecod
         assert await move.finish()
         await end(lab, decoded)
         kv = lab.decodes[1].executor.kv
-        assert kv.num_free_pages == kv.num_pages
+        assert kv.pages.num_free == kv.pages.num_pages
 
 
 # -- another Conductor ------------------------------------------------------------------------------

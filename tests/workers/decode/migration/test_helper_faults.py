@@ -60,25 +60,25 @@ async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_reque
         expected = await tokens_of(pair.begin("stays", 100, third, 40).answer)
         pair.owner.decode._module_moves._helpers = HelperAccess(CLUSTER_KEY, 0.05)
         await pair.move(1)
-        keeps_waiting = kv.allocate(NUM_PAGES + 1)  # so that modules do not come back yet
-        kv.free(keeps_waiting[:-1])
+        keeps_waiting = kv.pages.allocate(NUM_PAGES + 1)  # so that modules do not come back yet
+        kv.pages.free(keeps_waiting[:-1])
         helper = Stopped(monkeypatch)
         stopped = pair.begin("stopped", 100, pair.owner, 40)
         await until(lambda: pair.owner.decode.modules.is_moving)
-        written = set(kv.used_pages())
+        written = set(kv.pages.used())
         pair.lab.abort(stopped)
-        await until(lambda: kv.used_pages() == keeps_waiting[-1:])
+        await until(lambda: kv.pages.used() == keeps_waiting[-1:])
         other = pair.begin("other", 100, third, 40)
         await until(lambda: len(other.answer.tokens) > 8)
         with Brake(third.executor).on():
             move = await prepared(pair, other)
-            assert written & set(kv.used_pages()) == set(keeps_waiting[-1:])
+            assert written & set(kv.pages.used()) == set(keeps_waiting[-1:])
             helper.go_on()
             assert await asyncio.to_thread(helper.ended.wait, DEADLINE_S)
-            kv.free(keeps_waiting[-1:])
+            kv.pages.free(keeps_waiting[-1:])
         assert await move.finish()
         assert await tokens_of(other.answer) == expected
-        await until(lambda: kv.num_free_pages == kv.num_usable_pages == NUM_PAGES)
+        await until(lambda: kv.pages.num_free == kv.pages.num_usable == NUM_PAGES)
 
 
 async def test_a_helper_that_stands_still_when_it_is_asked_costs_one_refusal(

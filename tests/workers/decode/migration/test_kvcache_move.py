@@ -28,10 +28,10 @@ def begun(first_used: int = 0) -> tuple[DeviceKVCache, KVCacheMove]:
     """Return a cache of ten huge pages a layer, two of them in use, from `first_used` on, and a move to twice
     as many pages."""
     kv = DeviceKVCache(SPEC, range(2), 10 * PAGES_OF_HUGE_PAGE, 16, torch.float32)
-    not_used = kv.allocate(first_used * PAGES_OF_HUGE_PAGE)
-    for page in kv.allocate(2 * PAGES_OF_HUGE_PAGE):
+    not_used = kv.pages.allocate(first_used * PAGES_OF_HUGE_PAGE)
+    for page in kv.pages.allocate(2 * PAGES_OF_HUGE_PAGE):
         kv.layer(0)[page], kv.layer(1)[page] = page, -page
-    kv.free(not_used)
+    kv.pages.free(not_used)
     return kv, KVCacheMove(LIBRARY, kv, 20 * PAGES_OF_HUGE_PAGE, None)
 
 
@@ -44,7 +44,7 @@ def test_pages_that_will_be_used_have_memory_before_the_pause(first_used: int) -
     kv, move = begun(first_used)
     expected_bytes = move.expected_bytes
     move.take_memory()
-    move.copy(kv.used_pages())
+    move.copy(kv.pages.used())
     move.complete()
     assert bytes_in_memory(kv) == [4 * HUGE_PAGE_BYTES] * 2  # a tenth of all pages may come into use
     assert expected_bytes == sum(bytes_in_memory(kv))
@@ -52,8 +52,8 @@ def test_pages_that_will_be_used_have_memory_before_the_pause(first_used: int) -
 
 def test_all_pages_that_are_left_may_come_into_use() -> None:
     kv, _ = begun()
-    kv.allocate(kv.num_free_pages)
-    move = KVCacheMove(LIBRARY, kv, kv.num_pages + PAGES_OF_HUGE_PAGE, None)
+    kv.pages.allocate(kv.pages.num_free)
+    move = KVCacheMove(LIBRARY, kv, kv.pages.num_pages + PAGES_OF_HUGE_PAGE, None)
     assert move.expected_bytes == 2 * 11 * HUGE_PAGE_BYTES
 
 
@@ -82,14 +82,14 @@ def test_a_move_that_is_given_up_copies_no_more(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(PageCopies, "copy", copy_some)
     with pytest.raises(ModulesStayError, match="the move was given up"):
-        move.copy(kv.used_pages())
+        move.copy(kv.pages.used())
     assert move.copied_bytes == 10 * PAGE_BYTES
 
 
 def test_the_memory_before_is_kept_by_nothing_but_the_result() -> None:
     kv, move = begun()
     before = weakref.ref(kv.layer(0).untyped_storage())
-    copied = kv.used_pages()
+    copied = kv.pages.used()
     move.copy(copied)
     given_up = move.complete()
     is_kept = [before() is not None]

@@ -136,8 +136,8 @@ async def test_a_helper_that_ends_at_a_step_costs_no_answer(
                 await until(lambda steps=steps: steps.is_over)
                 assert [await tokens_of(decoded.answer) for decoded in begun] == expected
                 await until(lambda: not pair.owner.decode.modules.are_elsewhere)
-            assert pair.owner.executor.kv.num_usable_pages == NUM_PAGES
-            assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+            assert pair.owner.executor.kv.pages.num_usable == NUM_PAGES
+            assert pair.helper.executor.kv.pages.num_free == NUM_PAGES
             await pair.restart_helper()
         await pair.move(1)
         await pair.move(0)
@@ -162,7 +162,7 @@ async def test_an_owner_that_ends_at_a_step_leaves_nothing_behind(
             moving.cancel()
             await asyncio.wait([moving])
         await until(lambda: not pair.host.num_hosted)
-        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+        assert pair.helper.executor.kv.pages.num_free == NUM_PAGES
 
 
 @REMOTE
@@ -189,8 +189,8 @@ async def test_clients_that_go_at_a_step_cost_no_other_answer(
                 await until(lambda steps=steps: steps.is_over)
             assert not pair.owner.decode.modules.are_elsewhere
             assert [await tokens_of(decoded.answer) for decoded in begun[::2]] == expected[::2]
-            await until(lambda: pair.owner.executor.kv.num_free_pages == NUM_PAGES)
-            assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+            await until(lambda: pair.owner.executor.kv.pages.num_free == NUM_PAGES)
+            assert pair.helper.executor.kv.pages.num_free == NUM_PAGES
 
 
 @SOME_CASES
@@ -222,7 +222,7 @@ async def test_requests_that_come_and_go_at_a_step_have_their_answers(
             assert not pair.owner.decode.modules.are_elsewhere
             assert [await tokens_of(decoded.answer) for decoded in stay_or_go] == expected
             assert await tokens_of(comes.answer) == expected[0]
-            await until(lambda: pair.owner.executor.kv.num_free_pages == NUM_PAGES)
+            await until(lambda: pair.owner.executor.kv.pages.num_free == NUM_PAGES)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=["heads", "layers", "pages"])

@@ -120,9 +120,9 @@ async def test_the_owner_has_room_for_more_tokens_and_the_helper_for_fewer(
         owner, helper = pair.owner.executor.kv, pair.helper.executor.kv
         bytes_before = owner.layer(0).nbytes
         await pair.move(1)
-        assert owner.num_usable_pages == NUM_PAGES * 4 // 3
+        assert owner.pages.num_usable == NUM_PAGES * 4 // 3
         assert owner.layer(0).nbytes == bytes_before
-        assert helper.num_free_pages == helper.num_usable_pages == NUM_PAGES - NUM_PAGES // 3
+        assert helper.pages.num_free == helper.pages.num_usable == NUM_PAGES - NUM_PAGES // 3
         # So many requests fit at the same time that did not before.
         sampling = SamplingParams(57, temperature=0)
         begun = [
@@ -133,7 +133,7 @@ async def test_the_owner_has_room_for_more_tokens_and_the_helper_for_fewer(
             await tokens_of(decoded.answer)
         assert not pair.owner.decode.meter.stats.num_preemptions
         await pair.move(0)
-        assert owner.num_usable_pages == helper.num_free_pages == NUM_PAGES
+        assert owner.pages.num_usable == helper.pages.num_free == NUM_PAGES
 
 
 async def test_the_weights_of_layers_that_are_away_leave_their_memory_to_pages(
@@ -145,10 +145,10 @@ async def test_the_weights_of_layers_that_are_away_leave_their_memory_to_pages(
         await pair.move(LayerRange(2, 3))
         assert model.freed_layers == range(2, 3)
         # As many as the helper lends: more than fit into the memory of the owner's pages alone.
-        assert kv.num_usable_pages == 3 * (NUM_PAGES - NUM_PAGES // 4) > NUM_PAGES * 3 // 2
+        assert kv.pages.num_usable == 3 * (NUM_PAGES - NUM_PAGES // 4) > NUM_PAGES * 3 // 2
         await pair.move(0)
         assert not model.freed_layers
-        assert kv.num_usable_pages == NUM_PAGES
+        assert kv.pages.num_usable == NUM_PAGES
         assert await answers(pair, "back", 1) == [expected]
 
 
@@ -170,13 +170,13 @@ async def test_layers_stay_away_while_their_weights_cannot_be_loaded(
     async with paired(start_decode_lab, tmp_path) as pair:
         expected = await answers(pair, "stays", 4)
         await pair.move(LayerRange(1, 3))
-        num_pages = pair.owner.executor.kv.num_usable_pages
+        num_pages = pair.owner.executor.kv.pages.num_usable
         running = asyncio.create_task(answers(pair, "moves", 4))
         with lost_checkpoint(pair):
             place = await pair.place(0)
         assert place.error == "the weights of layers 1:3 cannot be loaded: the checkpoint is gone"
         assert place.part == part_of(LayerRange(1, 3))
-        assert pair.owner.executor.kv.num_usable_pages == num_pages
+        assert pair.owner.executor.kv.pages.num_usable == num_pages
         assert await running == expected
         await pair.move(0)
         assert await answers(pair, "back", 4) == expected
@@ -262,8 +262,8 @@ async def beyond_own_pages(pair: Pair, part: Part) -> tuple[list[list[int]], lis
     expected = [await tokens_of(decoded.answer) for decoded in begin_all("stays")]
     await pair.move(part)
     begun, kv = begin_all("moved"), pair.owner.executor.kv
-    await until(lambda: bool(kv.used_pages(NUM_PAGES)) or begun[-1].answer.ended.is_set())
-    assert kv.used_pages(NUM_PAGES)
+    await until(lambda: bool(kv.pages.used(NUM_PAGES)) or begun[-1].answer.ended.is_set())
+    assert kv.pages.used(NUM_PAGES)
     return expected, begun
 
 
@@ -306,7 +306,7 @@ async def test_a_lost_helper_costs_no_answer(
         assert await running == expected
         place = await pair.place(part)
         assert "the helper does not answer" in place.error
-        assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES
+        assert pair.helper.executor.kv.pages.num_usable == NUM_PAGES
 
 
 @PARTS
@@ -318,7 +318,7 @@ async def test_a_lost_helper_costs_no_answer_whose_pages_were_beyond_the_owners_
         await pair.lose_helper()
         assert [await tokens_of(decoded.answer) for decoded in begun] == expected
         await until(lambda: not pair.owner.decode.modules.is_moving)
-        assert pair.owner.executor.kv.num_usable_pages == NUM_PAGES
+        assert pair.owner.executor.kv.pages.num_usable == NUM_PAGES
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["decoded", "new"])
@@ -349,10 +349,10 @@ async def test_modules_come_back_although_a_request_that_migrates_here_has_pages
         decoded = pair.begin("moves", 200, third)
         await until(lambda: len(decoded.answer.tokens) > 8)
         with Brake(third.executor).on():
-            taken = kv.allocate(NUM_PAGES)
+            taken = kv.pages.allocate(NUM_PAGES)
             move = await prepared(pair, decoded)
-            kv.free(taken)
-            assert kv.used_pages(NUM_PAGES)
+            kv.pages.free(taken)
+            assert kv.pages.used(NUM_PAGES)
             await pair.move(0)
         assert isinstance(await pair.lab.next_said(move.ref), WorkFailed)
         assert await tokens_of(decoded.answer) == expected
@@ -365,13 +365,13 @@ async def test_modules_stay_away_and_take_no_memory_if_pages_are_not_freed_in_ti
     async with paired(start_decode_lab, tmp_path) as pair:
         kv, model = pair.owner.executor.kv, pair.owner.executor.model
         await pair.move(part)
-        num_pages, freed_bytes = kv.num_usable_pages, model.freed_bytes
-        taken = kv.allocate(NUM_PAGES + 1, NUM_PAGES)
+        num_pages, freed_bytes = kv.pages.num_usable, model.freed_bytes
+        taken = kv.pages.allocate(NUM_PAGES + 1, NUM_PAGES)
         with monkeypatch.context() as patches:
             patches.setattr(rearranger, "_FREEING_TIMEOUT_S", 0.1)
             assert "were not freed in 0.1 s" in (await pair.place(0)).error
-        assert (kv.num_usable_pages, model.freed_bytes) == (num_pages, freed_bytes)
-        kv.free(taken)
+        assert (kv.pages.num_usable, model.freed_bytes) == (num_pages, freed_bytes)
+        kv.pages.free(taken)
         assert len(await tokens_of(pair.begin("later", 20, pair.owner).answer)) == 20
         await pair.move(0)
 

@@ -51,16 +51,16 @@ async def test_answers_are_those_of_pages_that_stay(
         expected = await answers(pair, "stays")
         running = asyncio.create_task(answers(pair, "runs"))
         await pair.move(0.5)
-        assert (kv.num_own_pages, kv.num_usable_pages) == (48, 84)
-        assert pair.helper.executor.kv.num_usable_pages == 12
+        assert (kv.pages.num_own, kv.pages.num_usable) == (48, 84)
+        assert pair.helper.executor.kv.pages.num_usable == 12
         assert await running == expected
         running = asyncio.create_task(answers(pair, "comes"))
-        await until(lambda: bool(kv.used_pages(kv.num_own_pages)))
+        await until(lambda: bool(kv.pages.used(kv.pages.num_own)))
         assert await running == expected
         running = asyncio.create_task(answers(pair, "back"))
-        await until(lambda: bool(kv.used_pages(kv.num_own_pages)))
+        await until(lambda: bool(kv.pages.used(kv.pages.num_own)))
         await pair.move(0)
-        assert kv.num_usable_pages == pair.helper.executor.kv.num_usable_pages == 48
+        assert kv.pages.num_usable == pair.helper.executor.kv.pages.num_usable == 48
         assert await running == expected
         assert await answers(pair, "stays again") == expected
 
@@ -80,7 +80,7 @@ async def test_a_request_may_be_longer_than_fits_here_alone(
         assert isinstance(said, WorkFailed)
         assert said.reason == "it needs 26 device pages now, and there are 24"
         await pair.move(0.5)
-        assert pair.owner.executor.kv.num_usable_pages == NUM_SMALL + NUM_THERE
+        assert pair.owner.executor.kv.pages.num_usable == NUM_SMALL + NUM_THERE
         assert await tokens_of(begin(pair, "long", LONG, NUM_LONG).answer) == expected
         # One that grows until it does not fit, with others beside it.
         grown = begin(pair, "grows", prompt_of(1, 30), 270)
@@ -104,7 +104,7 @@ async def test_running_requests_are_divided_at_once_and_grow_beyond_the_owners_p
             number = pair.order(0.5)
             await until(lambda: pair.owner.decode._loop._is_held)
         assert (await pair.ended(number)).error == ""
-        assert len(kv.used_pages(NUM_SMALL)) >= 6
+        assert len(kv.pages.used(NUM_SMALL)) >= 6
         expected = greedy_tokens(model, prompt_of(1, 12 * BLOCK_SIZE), 25 * BLOCK_SIZE)
         assert await tokens_of(grown.answer) == expected
         assert not pair.owner.decode.meter.stats.num_preemptions
@@ -164,7 +164,7 @@ async def test_a_lost_helper_ends_what_does_not_fit_here_and_nothing_else(
         assert await tokens_of(short.answer) == greedy_tokens(model, prompt_of(3, 40), 60)
         await until(lambda: not pair.owner.decode.modules.are_elsewhere)
         assert pair.owner.decode.modules.error == "d1 is lost, and the first 50% of sequences are here again"
-        assert (kv.num_usable_pages, kv.hosted_pages) == (NUM_SMALL, None)
+        assert (kv.pages.num_usable, kv.hosted_pages) == (NUM_SMALL, None)
         await pair.restart_helper()
         await pair.move(0.5)
         assert await tokens_of(begin(pair, "again", LONG, 20).answer) == greedy_tokens(model, LONG, 20)
@@ -179,5 +179,5 @@ async def test_the_helper_has_its_pages_again_after_the_loss_of_the_owner(
         await until(lambda: bool(long.answer.tokens))
         pair.lose_owner()
         await pair.owner_has_gone()
-        await until(lambda: pair.helper.executor.kv.num_free_pages == NUM_SMALL)
+        await until(lambda: pair.helper.executor.kv.pages.num_free == NUM_SMALL)
         assert not pair.host.num_hosted

@@ -28,7 +28,7 @@ class Dividing:
         batch = Batch(SPEC, 24)
         self.kv, self.sequence = batch.kv, batch.joined(46)
         self.helper = have_helper(self.kv, Fraction(1, 2), 20)
-        self.before, self.num_free = list(self.sequence.pages), self.kv.num_free_pages
+        self.before, self.num_free = list(self.sequence.pages), self.kv.pages.num_free
         self.loop = Mock(spec=BatchLoop)
         self.rearranger = Rearranger(
             Mock(kv=self.kv), batch.batch, MagicMock(), self.loop, AsyncMock(), MovesMeter()
@@ -51,7 +51,7 @@ class Dividing:
 
     @property
     def has_changed_nothing(self) -> bool:
-        return (self.sequence.pages, self.kv.num_free_pages) == (self.before, self.num_free)
+        return (self.sequence.pages, self.kv.pages.num_free) == (self.before, self.num_free)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def test_full_pages_go_to_the_helper_some_at_a_time(dividing: Dividing) ->
     dividing.nums_copied.clear()
     await dividing.rearranger.divide(again=False)
     assert dividing.nums_copied == [2, 2, 2]
-    assert kv.num_hosted_of(sequence.pages) == 6
+    assert kv.pages.num_hosted_of(sequence.pages) == 6
     assert torch.equal(kv.gather(0, torch.tensor(sequence.pages)), expected)
 
 
@@ -109,7 +109,7 @@ async def test_pages_that_come_or_go_beside_the_others_are_not_copied_in_rounds(
     monkeypatch.setattr(rearranger, "_FEW_PAGES", 4)
     beside = AsyncMock()
     monkeypatch.setattr(dividing.rearranger, "beside", beside)
-    move = KVCacheMove(Mock(), dividing.kv, dividing.kv.num_own_pages, None)
+    move = KVCacheMove(Mock(), dividing.kv, dividing.kv.pages.num_own, None)
     assert await dividing.rearranger.pre_copy(move) == set()
     assert not beside.await_count
 
@@ -117,7 +117,7 @@ async def test_pages_that_come_or_go_beside_the_others_are_not_copied_in_rounds(
 async def test_no_page_is_copied_in_the_pause_where_pages_come_or_go_beside_the_others(
     dividing: Dividing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    move, copied = KVCacheMove(Mock(), dividing.kv, dividing.kv.num_own_pages, None), list[int]()
+    move, copied = KVCacheMove(Mock(), dividing.kv, dividing.kv.pages.num_own, None), list[int]()
     monkeypatch.setattr(move, "copy", copied.extend)
     monkeypatch.setattr(dividing.kv, "take_memory_beside", Mock())
     await dividing.rearranger.switch(move, set())

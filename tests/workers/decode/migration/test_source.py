@@ -159,7 +159,7 @@ async def test_pages_are_kept_while_they_are_copied_though_the_request_has_ended
             await gate.reached()
         await moving.answer.ended.wait()
         await until(lambda: moving.at.decode.num_running == 0)
-        assert kv.num_free_pages == kv.num_pages - len(sequence_of(moving).pages)
+        assert kv.pages.num_free == kv.pages.num_pages - len(sequence_of(moving).pages)
         assert not copying.done()
         gate.open()
         assert isinstance(await copying, Finished), "it is the only answer"
@@ -324,7 +324,7 @@ async def test_cancel_while_blocks_are_copied(start_decode_lab: StartDecodeLab) 
         kv = moving.at.executor.kv
         lab.abort(moving)
         await until(lambda: moving.at.decode.num_running == 0)
-        assert kv.num_free_pages < kv.num_pages, "a layer is being copied"
+        assert kv.pages.num_free < kv.pages.num_pages, "a layer is being copied"
         gate.open()
         await lab.assert_nothing_is_held()
         assert lab.num_said == 0

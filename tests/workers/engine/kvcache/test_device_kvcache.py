@@ -1,4 +1,4 @@
-"""The free list of device pages, and their memory."""
+"""The memory of device pages."""
 
 import subprocess
 import sys
@@ -12,7 +12,8 @@ from kernels.cpu.memory import HUGE_PAGE_BYTES
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.test_memory import resident_bytes
 from workers.engine.kvcache import device_kvcache
-from workers.engine.kvcache.device_kvcache import DeviceKVCache, OutOfPages
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.kvcache.page_allocator import OutOfPages
 from workers.engine.spec import ModelSpec
 
 SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 8, 64)
@@ -23,32 +24,19 @@ def kv() -> DeviceKVCache:
     return DeviceKVCache(SPEC, range(1, 3), num_pages=6, page_size=4, dtype=torch.float32)
 
 
-def test_allocates_every_page_once(kv: DeviceKVCache) -> None:
-    pages = kv.allocate(2) + kv.allocate(4)
-    assert sorted(pages) == list(range(6))
-    assert kv.num_free_pages == 0
-
-
-def test_refuses_with_numbers_and_takes_nothing(kv: DeviceKVCache) -> None:
-    kv.allocate(4)
-    with pytest.raises(OutOfPages, match=r"wanted 3 .* 2 of 6"):
-        kv.allocate(3)
-    assert kv.num_free_pages == 2
-
-
-def test_freed_pages_can_be_allocated_again_and_not_freed_twice(kv: DeviceKVCache) -> None:
-    pages = kv.allocate(6)
-    kv.free(pages[:3])
-    with pytest.raises(AssertionError, match="already free"):
-        kv.free(pages[2:])
-    assert sorted(kv.allocate(3)) == sorted(pages[:3])
-
-
 def test_a_rank_has_pages_of_its_heads_only() -> None:
     spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 6, 3, 8, 64)
     kv = DeviceKVCache(spec, range(1, 3), 6, 4, torch.float32, kv_heads=range(1, 3))
     assert kv.layer(1).shape == (6, 2, 2, 4, 8)
     assert DeviceKVCache(spec, range(1), 1, 4, torch.float32).kv_heads == range(3)
+
+
+def test_another_arrangement_has_other_memory(kv: DeviceKVCache) -> None:
+    before = [kv.layer(1), kv.layer(2)]
+    layers = kv.new_layers(9, 1)
+    returned = kv.rearrange(layers, None)
+    assert [pages.data_ptr() for pages in returned] == [pages.data_ptr() for pages in before]
+    assert (kv.layer(2).data_ptr(), kv.pages.num_pages) == (layers[1].data_ptr(), 9)
 
 
 def test_layers_are_numbered_as_in_the_whole_model(kv: DeviceKVCache) -> None:
@@ -68,19 +56,19 @@ def test_memory_that_is_taken_early_keeps_what_passes_have_written(kv: DeviceKVC
 def test_lent_pages_are_the_last_ones_and_their_memory_is_given_back() -> None:
     spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
     kv = DeviceKVCache(spec, range(2), num_pages=8, page_size=16, dtype=torch.float32)
-    used = kv.allocate(2)
+    used = kv.pages.allocate(2)
     for layer in kv.layers:
         kv.layer(layer).fill_(1.5)
     lent = kv.lend(3)
     assert (used, lent) == ([0, 1], [5, 6, 7])
-    assert (kv.num_usable_pages, kv.num_free_pages) == (5, 3)
+    assert (kv.pages.num_usable, kv.pages.num_free) == (5, 3)
     for layer in kv.layers:
         assert (kv.layer(layer)[:5] == 1.5).all()
         assert not kv.layer(layer)[5:].any()
     with pytest.raises(OutOfPages):
         kv.lend(4)
     kv.end_loan(lent)
-    assert (kv.num_usable_pages, kv.num_free_pages) == (8, 6)
+    assert (kv.pages.num_usable, kv.pages.num_free) == (8, 6)
 
 
 def test_memory_that_is_taken_early_is_not_that_of_lent_pages() -> None:
@@ -93,43 +81,6 @@ def test_memory_that_is_taken_early_is_not_that_of_lent_pages() -> None:
         assert resident_bytes(pages[lent[0] :].reshape(-1).view(torch.uint8)) == 0
         assert resident_bytes(pages[:512].reshape(-1).view(torch.uint8)) == 4 << 20
     kv.end_loan(lent)
-
-
-def test_pages_keep_their_numbers_and_use_in_another_arrangement(kv: DeviceKVCache) -> None:
-    used = kv.allocate(4)
-    kv.free(used[1:2])
-    assert len(kv.rearrange(kv.new_layers(9, 1), None)) == 2
-    assert (kv.num_pages, kv.num_free_pages) == (9, 6)
-    assert kv.used_pages() == [0, 2, 3]
-    more = kv.allocate(5)
-    kv.close_from(6)
-    kv.free(more[-1:])
-    assert kv.num_usable_pages == 6
-    assert more[-1] not in kv.allocate(kv.num_free_pages)
-    assert kv.used_pages(6) == [6]
-    kv.free([6])
-    kv.rearrange(kv.new_layers(6, 1), None)
-    assert (kv.num_pages, kv.num_free_pages) == (6, 0)
-
-
-def test_pages_that_are_freed_while_a_late_write_may_come_are_not_given_out(kv: DeviceKVCache) -> None:
-    used = kv.allocate(3)
-    kv.keep_freed()
-    kv.free(used)
-    assert not set(kv.allocate(kv.num_free_pages)) & set(used)
-    kv.rearrange(kv.new_layers(6, 1), None)
-    assert set(kv.allocate(3)) == set(used)
-    kv.free(used)
-    assert kv.num_free_pages == 3
-
-
-def test_closed_pages_can_be_opened_again(kv: DeviceKVCache) -> None:
-    used = kv.allocate(2)
-    kv.close_from(1)
-    kv.free(used[1:])
-    assert (kv.num_usable_pages, kv.num_free_pages) == (1, 0)
-    kv.reopen()
-    assert (kv.num_usable_pages, kv.num_free_pages) == (6, 5)
 
 
 @pytest.fixture
@@ -149,7 +100,7 @@ def test_memory_of_an_earlier_arrangement_is_neither_taken_nor_kept(
         nonlocal num_taken
         num_taken += 1
         if num_taken == 1:
-            large.rearrange(large.new_layers(large.num_pages, 1), None)
+            large.rearrange(large.new_layers(large.pages.num_pages, 1), None)
 
     monkeypatch.setattr(device_kvcache, "populate", take_and_rearrange)
     large.take_memory()
@@ -178,7 +129,7 @@ def test_memory_is_not_taken_while_a_cache_is_reset(
 
     monkeypatch.setattr(large, "new_layers", take_first)
     large.reset()
-    assert large.num_free_pages == large.num_own_pages
+    assert large.pages.num_free == large.pages.num_own
 
 
 def test_the_thread_that_takes_memory_ends_soon_and_before_the_process() -> None:
@@ -222,4 +173,4 @@ def test_a_cache_that_is_reset_never_has_memory_twice(
 
     monkeypatch.setattr(large, "new_layers", checked)
     large.reset()
-    assert large.num_free_pages == large.num_own_pages
+    assert large.pages.num_free == large.pages.num_own

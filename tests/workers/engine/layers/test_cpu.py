@@ -86,7 +86,7 @@ def run(
     """All texts in one batch, cut into chunks: (logits of each text's end, every layer's KV in order)."""
     nums_pages = [-(-len(text) // 16) for text in texts]
     kv = DeviceKVCache(model.spec, model.layers, sum(nums_pages), 16, model.dtype)
-    tables = [kv.allocate(num)[::-1] for num in nums_pages]
+    tables = [kv.pages.allocate(num)[::-1] for num in nums_pages]
     ends: dict[int, torch.Tensor] = {}
     for begin in range(0, max(map(len, texts)), chunk_size):
         running = [i for i, text in enumerate(texts) if begin < len(text)]
@@ -108,7 +108,7 @@ def test_greedy_tokens_equal_transformers(
     texts = greedy_by_transformers(family)
     sequences = [text[:length] for text, length in zip(texts, PROMPT_LENS, strict=True)]
     kv = DeviceKVCache(model.spec, model.layers, 80, 8, torch.float32)
-    tables = [kv.allocate(-(-len(text) // 8)) for text in texts]
+    tables = [kv.pages.allocate(-(-len(text) // 8)) for text in texts]
     num_cached = [0] * len(texts)
     while running := [i for i, text in enumerate(texts) if len(sequences[i]) < len(text)]:
         chunks = [
@@ -186,7 +186,7 @@ def test_stages_give_the_logits_of_the_whole_model() -> None:
         stage = DecoderModel(spec, layers, torch.float32)
         stage.load_weights(weights.items())
         kv = DeviceKVCache(spec, layers, 4, 16, torch.float32)
-        batch = Batch.build([Chunk(text, 0, kv.allocate(3))], kv)
+        batch = Batch.build([Chunk(text, 0, kv.pages.allocate(3))], kv)
         hidden = stage.embed(batch) if hidden is None else hidden
         for layer in layers:
             hidden = stage.forward_layer(layer, hidden, batch, kv)

@@ -58,7 +58,7 @@ def texts() -> list[list[int]]:
 def cache(spec: ModelSpec, page_size: int = 8) -> tuple[DeviceKVCache, list[list[int]]]:
     """Pages for `texts()`, those of a text in descending order."""
     kv = DeviceKVCache(spec, range(spec.num_layers), 40, page_size, torch.float32, DEVICE)
-    return kv, [kv.allocate(-(-(n + NUM_NEW) // page_size))[::-1] for n in TEXT_LENS]
+    return kv, [kv.pages.allocate(-(-(n + NUM_NEW) // page_size))[::-1] for n in TEXT_LENS]
 
 
 @torch.inference_mode()
@@ -300,8 +300,8 @@ def test_a_warm_up_takes_no_pages_and_leaves_the_model_as_it_was() -> None:
         kv = DeviceKVCache(spec, model.layers, 4, 8, torch.float32, DEVICE)
         if is_warm:
             warm_up(model, kv, chunk_len=100, max_batch=3)
-        assert kv.num_free_pages == 4
-        results.append(model.forward(Batch.build([Chunk([1, 2, 3], 0, kv.allocate(1))], kv), kv))
+        assert kv.pages.num_free == 4
+        results.append(model.forward(Batch.build([Chunk([1, 2, 3], 0, kv.pages.allocate(1))], kv), kv))
     assert torch.equal(*results)
 
 
@@ -312,7 +312,7 @@ def test_a_stage_of_a_pipeline_is_warmed_up_too(layers: range) -> None:
     model.init_dummy_weights()
     kv = DeviceKVCache(spec, layers, 4, 8, torch.float32, DEVICE)
     warm_up(model, kv)
-    assert kv.num_free_pages == 4
+    assert kv.pages.num_free == 4
 
 
 def test_a_warm_up_compiles_the_products_of_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
