@@ -7,32 +7,25 @@ first process when it begins to serve. The first process has a single thread. It
 queue when the queue's first task arrives. A queue's process that exceeds its limits is ended, and its task is
 refused; the queue's next task gets a new process.
 
-Owns: these processes, their limits, the order of tasks. Does not know: the work.
+Owns: these processes, the order of tasks. Does not know: the work, what runs and limits a process
+(`task_process`).
 """
 
 import asyncio
 import contextlib
-import ctypes
-import gc
-import itertools
-import math
 import os
 import pickle
-import resource
 import signal
 import socket
-import struct
-import time
-import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from conductor.front.errors import RETRY_AFTER_S
-from mooncake.errors import MooncakeError, OverloadedError, RequestError
+from conductor.front.requests.task_process import SIZE, TaskResult, Work, fork_first, packed, too_costly
+from mooncake.errors import OverloadedError
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
@@ -42,11 +35,6 @@ MAX_WAITING_BYTES, MAX_WAITING_BYTES_OF_TENANT = 64 << 20, 32 << 20
 
 One body of each tenant may always wait.
 """
-_MAX_CPU_S = 10
-_MAX_NEW_BYTES = 1 << 30
-"""The most processor seconds, and bytes of new memory, that one task may take."""
-_NICE = 10
-"""The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 _MAX_S = 120.0
 """Seconds after which a task is ended although it has not used up its processor time.
 
@@ -54,9 +42,6 @@ Such a task must hang: even on a busy machine, a task that computes reaches that
 """
 _FORK_S = 30.0
 """Seconds that the first process may take to fork another one. If it takes longer, it hangs or is stopped."""
-_SIZE = struct.Struct("<Q")
-_libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
 class Queue(Enum):
@@ -67,24 +52,8 @@ class Queue(Enum):
     GRAMMAR = "grammars"
 
 
-class TaskResult(NamedTuple):
-    """The result of a task.
-
-    The event loop unpickles `value`, which is therefore small. `parts` are passed on as bytes, and may be
-    large.
-    """
-
-    value: Any
-    parts: Sequence[bytes] = ()
-
-
 Pieces = Sequence[bytes | bytearray]
 """Pieces of a body, each short enough to be copied in one turn of the event loop."""
-Work = Callable[[Any, bytes], TaskResult]
-"""The function of a queue, called with a task and its body.
-
-A MooncakeError that it raises is raised at the caller of `Offload.do`.
-"""
 
 
 class Offload:
@@ -97,7 +66,7 @@ class Offload:
         """
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
-            self._pid = _fork(lambda: _fork_for_queues(other, list(work.values())), keep=[other])
+            self._pid = fork_first(other, list(work.values()))
         self._queues = {queue: _WorkQueue(number, self._new_process) for number, queue in enumerate(work)}
 
     async def run(self) -> None:
@@ -231,11 +200,11 @@ class _Process:
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
             async with asyncio.timeout(_FORK_S):
-                pid = await reader.readexactly(_SIZE.size)
+                pid = await reader.readexactly(SIZE.size)
         except TimeoutError:
             message = f"the process that forks others has not answered for {_FORK_S:g} s"
             raise RuntimeError(message) from None
-        return cls(reader, writer, _SIZE.unpack(pid)[0])
+        return cls(reader, writer, SIZE.unpack(pid)[0])
 
     async def do(self, task: _Task) -> bool:
         """Run a task in the process. Returns whether the process can run more tasks."""
@@ -245,7 +214,7 @@ class _Process:
                 answer = await self._ask(task.value, task.body)
             is_well = True
         except (OSError, asyncio.IncompleteReadError):  # a TimeoutError is an OSError
-            answer, is_well = _too_costly(), False
+            answer, is_well = too_costly(), False
         if not task.answered.done():
             if isinstance(answer, TaskResult):
                 task.answered.set_result(answer)
@@ -254,7 +223,7 @@ class _Process:
         return is_well
 
     async def _ask(self, value: Any, body: Pieces) -> TaskResult | Exception:
-        for part in (*_packed(value), _SIZE.pack(sum(map(len, body)))):
+        for part in (*packed(value), SIZE.pack(sum(map(len, body)))):
             self._writer.write(part)
         await self._writer.drain()
         for piece in body:
@@ -266,7 +235,7 @@ class _Process:
         return TaskResult(answer.value, parts) if isinstance(answer, TaskResult) else answer
 
     async def _read(self) -> bytes:
-        [size] = _SIZE.unpack(await self._reader.readexactly(_SIZE.size))
+        [size] = SIZE.unpack(await self._reader.readexactly(SIZE.size))
         return await self._reader.readexactly(size)
 
     def close(self) -> None:
@@ -275,128 +244,3 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
         os.close(self._process)
-
-
-# -- in the processes -------------------------------------------------------------------------------------
-
-
-def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
-    """Run `work` in a forked child that has no descriptors but `keep` and stderr. Returns the child's id.
-
-    The kernel kills the child when the thread that calls this ends.
-    """
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    status = 1
-    try:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(status)
-        gc.freeze()  # what is garbage is not to close descriptors that are others now
-        for number in range(1, signal.NSIG):
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: the front ends this
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        _close_others({2, *(one.fileno() for one in keep)})
-        work()
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
-    """Fork a process for each message, which has a queue's number and a connection, until the front is
-    gone."""
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return
-        with socket.socket(fileno=descriptors[0]) as connection:
-            of_queue = work[message[0]]
-            _fork(lambda: _serve(connection, of_queue), keep=[connection])  # noqa: B023 - called at once
-
-
-def _serve(connection: socket.socket, work: Work) -> None:
-    """Run the tasks that arrive over `connection`, until the front is gone."""
-    _lower_priority()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most_bytes = _data_bytes() + _MAX_NEW_BYTES
-    _limit(resource.RLIMIT_DATA, most_bytes)
-    with connection, connection.makefile("rb") as tasks, connection.makefile("wb") as answers:
-        answers.write(_SIZE.pack(os.getpid()))
-        answers.flush()
-        while size := tasks.read(_SIZE.size):
-            value = pickle.loads(tasks.read(*_SIZE.unpack(size)))
-            body = tasks.read(*_SIZE.unpack(tasks.read(_SIZE.size)))
-            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + _MAX_CPU_S)
-            answer = _answer(work, value, body)
-            parts = answer.parts if isinstance(answer, TaskResult) else ()
-            head = TaskResult(answer.value) if isinstance(answer, TaskResult) else answer
-            for part in itertools.chain(_packed((len(parts), head)), *map(_framed, parts)):
-                answers.write(part)
-            answers.flush()
-            del value, body, answer, parts, head
-
-
-def _lower_priority() -> None:
-    """Lower this process's priority, so that processes that compute tokens go first where cores are short.
-
-    Linux may first divide the processor between sessions (autogroup). So the process gets a session of its
-    own, with a nice value of its own.
-    """
-    os.setsid()
-    niceness = os.nice(_NICE)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(niceness))
-
-
-def _answer(work: Work, value: Any, body: bytes) -> TaskResult | Exception:
-    try:
-        return work(value, body)
-    except MooncakeError as error:
-        return error
-    except MemoryError:
-        return _too_costly()
-    except Exception:  # noqa: BLE001 - raised where the request is
-        return RuntimeError(f"in a process beside this one:\n{traceback.format_exc()}")
-
-
-def _limit(what: int, most: int) -> None:
-    _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _data_bytes() -> int:
-    """Return the bytes of memory of this process that `RLIMIT_DATA` limits."""
-    status = Path("/proc/self/status").read_text()
-    [line] = [line for line in status.splitlines() if line.startswith("VmData:")]
-    return int(line.split()[1]) << 10
-
-
-def _close_others(kept: set[int]) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):
-        os.dup2(nothing, number)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept | {0, 1}:
-            with contextlib.suppress(OSError):  # the listing's own
-                os.close(int(name))
-
-
-def _packed(value: Any) -> Sequence[bytes]:
-    return _framed(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-
-
-def _framed(part: bytes) -> Sequence[bytes]:
-    return _SIZE.pack(len(part)), part
-
-
-def _too_costly() -> RequestError:
-    return RequestError(
-        f"the request takes more than {_MAX_CPU_S} s of computing or {_MAX_NEW_BYTES >> 20} MiB of memory to"
-        " read; make it simpler",
-        code="request_too_costly",
-    )

@@ -19,7 +19,8 @@ from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.context_beginnings import NewBeginning, read_beginning
 from conductor.front.requests.grammars import WantedGrammar
-from conductor.front.requests.offload import Offload, Queue, TaskResult
+from conductor.front.requests.offload import Offload, Queue
+from conductor.front.requests.task_process import TaskResult
 from conductor.front.requests.tokenization import AboutTokens, answer_about_tokens, check_num_ids
 from conductor.front.requests.turns import ReadingOrder
 from conductor.front.requests.validation import (

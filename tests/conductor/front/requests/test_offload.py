@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from conductor.front.requests.offload import MAX_WAITING_OF_TENANT, Offload, Queue, TaskResult
+from conductor.front.requests.offload import MAX_WAITING_OF_TENANT, Offload, Queue
+from conductor.front.requests.task_process import TaskResult
 from mooncake.errors import GrammarError, OverloadedError, RequestError
 from tests.deadline import DEADLINE_S
 
@@ -99,7 +100,7 @@ async def test_what_takes_too_much_is_refused_and_the_next_is_done(
     monkeypatch: pytest.MonkeyPatch,
     offload: Offload,
 ) -> None:
-    monkeypatch.setattr("conductor.front.requests.offload._MAX_CPU_S", 1)
+    monkeypatch.setattr("conductor.front.requests.task_process._MAX_CPU_S", 1)
 
     tasks = [asyncio.create_task(offload.do(Queue.SHORT, task)) for task in (costly, "next")]
     with pytest.raises(RequestError, match="make it simpler") as caught:
