@@ -258,7 +258,7 @@ def _additive_mask(is_hidden: torch.Tensor, geometry: PageGeometry) -> torch.Ten
 
 
 def _similar_lengths(singles: Sequence[_Single]) -> list[list[_Single]]:
-    """Return decode queries in groups in which padding at most doubles the keys that are read.
+    """Divide decode queries into groups: in a group, padding at most doubles the keys that are read.
 
     Short sequences stay together, as one more call costs more than their padding.
     """

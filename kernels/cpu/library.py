@@ -67,7 +67,7 @@ class Library:
     def function(self, name: str, dtype: torch.dtype, *argtypes: Any) -> Any:
         """Return the compiled function `name` for tensors of `dtype`, bfloat16 or float32.
 
-        Its result is an int or nothing.
+        The compiled function returns an int or nothing.
         """
         if dtype not in DTYPES:
             raise ValueError(f"expected one of {', '.join(map(str, DTYPES))}, got {dtype}")

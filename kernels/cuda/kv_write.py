@@ -23,8 +23,8 @@ _BLOCK_HEADS = 16
 class TokenSlots:
     """The token slots of T tokens, on the GPU.
 
-    `cos`, `sin`: float32 `[T, head_dim / 2]`. `pages`, `offsets`: int64 `[T]`, no slot twice; a token whose
-    page is -1 is rotated but not written.
+    `cos`, `sin`: float32 `[T, head_dim / 2]`. `pages`, `offsets`: int64 `[T]`, without a repeated slot. A
+    token whose page is -1 is rotated but not written.
     """
 
     cos: torch.Tensor
