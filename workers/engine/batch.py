@@ -212,7 +212,8 @@ class Batch:
     def _own(self) -> tuple[Sequence[int], list[np.ndarray]]:
         """The number of tokens and the page table of each sequence, without its pages at a helper.
 
-        Attention depends only on distances between tokens, so positions may count from the first page here.
+        Positions then count from the first page in this process, not from the sequence's first token. That is
+        allowed because attention depends only on distances between tokens.
         """
         if self.nums_hosted is None:
             return self.kv_lens, self.page_tables
@@ -237,7 +238,7 @@ def _check_range(what: str, numbers: np.ndarray, end: int) -> None:
 def _nums_hosted(tables: Sequence[np.ndarray], chunks: Sequence[Chunk], kv: DeviceKVCache) -> tuple[int, ...]:
     """Return how many leading pages of each sequence a helper has.
 
-    Raises ValueError if the helper has other pages of a sequence, or a page with new tokens.
+    Raises ValueError if the helper's pages are not the first pages of a sequence, or have new tokens.
     """
     nums = []
     for table, chunk in zip(tables, chunks, strict=True):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workers.engine.layers.gpu import TritonLayers
 
 _MAX_GROUP = 32
-"""The most query heads of a KV head. One tile holds so many, also in float32."""
+"""The most query heads that may share a KV head: one tile holds all of them, also in float32."""
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:

@@ -77,9 +77,10 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
 
     def can_compute(self, batch: Batch) -> bool:
-        """Return whether a batch has single tokens only, not more of them than the largest bucket.
+        """Return whether the graphs can compute a batch.
 
-        Its page tables must not have more entries than the cache has pages.
+        Each chunk must be a single token, with at most as many chunks as the largest bucket has. All page
+        tables together must have at most as many entries as the cache has pages.
         """
         is_decode = batch.num_tokens == len(batch.query_lens) <= BUCKETS[-1]
         return is_decode and len(batch.pages) <= self.kv.pages.num_pages

@@ -51,7 +51,7 @@ class LogitRules:
     grammar: OutputGrammar | None = None
     """The grammar of the output; None if there is none.
 
-    At least one of the tokens that it allows must not be among those of `forbidden`.
+    The grammar must allow at least one token that `forbidden` does not return.
     """
 
     @property

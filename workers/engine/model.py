@@ -49,7 +49,7 @@ class Layers(Protocol):
 
 
 class PassAtHelper(NamedTuple):
-    """A pass that was sent to a helper, which computes the layers `hosted`. The pass has a `number` there."""
+    """A pass that was sent to a helper, which computes the layers `hosted`, and its `number` there."""
 
     hosted: HostedLayers
     number: int

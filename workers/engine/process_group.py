@@ -37,9 +37,10 @@ def join_group(
     `TCPStore`, which listens on every interface. What is exchanged goes over the network `interface`
     (`lo` on one host), neither encrypted nor authenticated.
 
-    Raises RankLost if not all ranks have come after `timeout_s`. Later each collective call waits as long for
-    the other ranks, so no rank may lag behind by more; a process that has died is noticed at once. On CUDA
-    calls are only queued; there NCCL's watchdog ends this process after `timeout_s`.
+    Raises RankLost if not all ranks have joined within `timeout_s` seconds. Later each collective call waits
+    at most `timeout_s` for the other ranks, so no rank may lag behind by more. Calls fail at once if another
+    rank's process has ended. On CUDA calls are only queued: there NCCL's watchdog ends this process if a call
+    takes longer than `timeout_s`.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     is_cuda = device.type == "cuda"

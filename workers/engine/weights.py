@@ -151,7 +151,7 @@ class Weights:
             self.lm_head = self.embedding if is_tied else self._vocab_rows("lm_head.weight")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a checkpoint's tensors into the weights, cast to their dtype, without those of other stages.
+        """Copy a checkpoint's tensors into the weights, cast to their dtype. Skips tensors of other stages.
 
         Raises WeightsError for an unknown tensor, a wrong shape, or a missing tensor.
         """

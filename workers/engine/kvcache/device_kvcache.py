@@ -23,11 +23,15 @@ class DeviceKVCache:
 
     Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
-    (`mooncake.messages.blocks.KVLayout`). While a helper has the last heads (`moved`), a page here has the
-    others, and there are more pages in the same memory (`workers.decode.migration.kvcache_move`). The same
-    holds while a helper has layers (`hosted`): their pages are tensors like the others, in memory of the
-    helper. While a helper has pages (`hosted_pages`), they follow this process's own, and have higher
-    numbers.
+    (`mooncake.messages.blocks.KVLayout`).
+
+    A helper can have one of these parts:
+
+    - `moved`: the last heads. A page here has the other heads, and there are more pages in the same memory
+      (`workers.decode.migration.kvcache_move`).
+    - `hosted`: some layers. Their tensors are in the helper's memory, and there are more pages in the same
+      memory here.
+    - `hosted_pages`: pages in addition to this process's own, with higher numbers.
 
     With a `window` there is memory for only `window` layers, which take turns: layer l has the memory of
     layer `l - window`. The pages of that layer must have been stored, or given up, before the pages of l are
@@ -69,7 +73,7 @@ class DeviceKVCache:
         self.hosted_pages: HostedPages | None = None
         self._tensors = list(memory or self.new_layers(num_pages, len(self.kv_heads)))
         self._arrangement = 0
-        """Number of times that pages have got other memory."""
+        """Number of times that the pages were moved to other memory."""
 
     @property
     def is_helped(self) -> bool:
@@ -94,7 +98,7 @@ class DeviceKVCache:
     def new_layers(self, num_pages: int, num_heads: int) -> list[torch.Tensor]:
         """Return new tensors with zeros for `num_pages` pages: one for each layer that has memory.
 
-        With a window, as many layers as the window have memory. Each tensor is [num_pages, num_heads, 2,
+        With a window, only `window` layers have memory. Each tensor is [num_pages, num_heads, 2,
         page_size, head_dim] in the cache's dtype and on its device.
         """
         # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
@@ -161,7 +165,7 @@ class DeviceKVCache:
         """Return copies of some pages of one layer.
 
         `pages` are int64 `[n]`; the result is `[n, len(kv_heads), 2, page_size, head_dim]`. Raises
-        TransferError if they are at a lost helper on another host.
+        TransferError if a helper on another host has the pages and is lost.
         """
         if self.hosted_pages is not None:
             own, hosted = self._halves(layer, pages)
@@ -209,7 +213,7 @@ class DeviceKVCache:
         return own, _Half(are_hosted, there, pages[are_hosted] - first)
 
     def rearrange(self, layers: list[torch.Tensor], helped: Helped | None) -> list[torch.Tensor]:
-        """Switch the pages to the memory `layers`, and return their memory of before. Page numbers stay.
+        """Switch the pages to the memory `layers`, and return their previous memory. Page numbers stay.
 
         `helped` is the part that a helper has from now on; None if no helper has any. Before the call, used
         pages have been copied to `layers`, and nothing computes with them. Pages that do not exist in the new

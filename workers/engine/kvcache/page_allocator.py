@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 GROWTH_SHARE = 1 / 16
-"""The pages of this process that shall stay free when a sequence gets pages, as a share of the sequence's.
+"""The room to grow of a sequence, as a share of the sequence's pages.
 
-If fewer would stay free, more of the sequence's pages go to a helper, so that the sequence can grow here.
+When a sequence gets pages, so many pages of this process shall stay free. If fewer would stay free, more of
+the sequence's pages go to a helper.
 """
 LONG_SHARE = 1 / 32
-"""The least share of this process's pages with which a sequence counts as long.
+"""A sequence counts as long if it has at least this share of this process's pages.
 
 For shorter sequences the exchange with a helper costs more than it saves.
 """
@@ -62,10 +63,13 @@ class PageAllocator:
         return len(self._free) + len(self._free_hosted)
 
     def num_free_for(self, num_full: int, num_own_coming: int = 0, num_hosted_coming: int = 0) -> int:
-        """Return how many free pages a sequence can get, once so many more pages of this process and of a
-        helper are free.
+        """Return how many free pages a sequence can get, now or once other pages have been freed.
 
-        Of its pages, only the first `num_full`, which are full of tokens, can be at a helper.
+        Args:
+            num_full: The number of the sequence's pages, the first ones, that are full of tokens. Only these
+                can be at a helper.
+            num_own_coming: The number of pages of this process that count as free because they will be freed.
+            num_hosted_coming: The number of pages at a helper that count as free because they will be freed.
         """
         num_hosted = min(num_full, len(self._free_hosted) + num_hosted_coming)
         return len(self._free) + num_own_coming + num_hosted
@@ -73,7 +77,7 @@ class PageAllocator:
     def most_for(self, num_full: int) -> int:
         """Return how many pages a sequence can get if no other sequence has any.
 
-        Of its pages, only the first `num_full`, which are full of tokens, can be at a helper.
+        Only the sequence's first `num_full` pages, which are full of tokens, can be at a helper.
         """
         num_own = min(self.num_usable, self.first_hosted)
         return num_own + min(num_full, self.num_usable - num_own)
@@ -88,7 +92,7 @@ class PageAllocator:
         return [page for page in range(first, self.num_pages) if not self._is_free[page]]
 
     def num_hosted_of(self, pages: Sequence[int]) -> int:
-        """Return how many of a sequence's pages a helper has: the first ones."""
+        """Return how many of a sequence's pages a helper has. They are the sequence's first pages."""
         first = self.first_hosted
         return bisect.bisect_left(pages, True, key=lambda page: page < first)
 
@@ -109,8 +113,8 @@ class PageAllocator:
             num_pages: The number of the sequence's pages.
             num_full: How many of them, the first ones, are full of tokens.
             held: The pages that the sequence has already.
-            num_going: The number of pages of other sequences that are about to go to the helper. So many more
-                pages of this process will be free, and so many fewer of the helper's.
+            num_going: The number of pages of other sequences that are about to go to the helper. This process
+                will have so many more free pages, and the helper so many fewer.
             num_kept: The number of free pages of this process that do not count as room for this sequence.
         """
         if self.first_hosted == self.num_pages:
@@ -141,7 +145,7 @@ class PageAllocator:
         return pages
 
     def allocate_hosted(self, num_pages: int) -> list[int]:
-        """Take `num_pages` free pages that a helper has. There must be as many."""
+        """Take `num_pages` free pages of the helper, which must have as many."""
         pages = [self._free_hosted.pop() for _ in range(num_pages)]
         for page in pages:
             self._is_free[page] = False
