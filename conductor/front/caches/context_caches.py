@@ -10,18 +10,11 @@ are stored (`cache_store`).
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
+from conductor.front.caches.beginning import Beginning
 from conductor.front.caches.cache_store import CacheStore, StoredCache
-from conductor.front.openai.body import refusing_depth
-from conductor.front.openai.prompt import ChatPrefix
-from conductor.front.openai.tools import ToolFields
 from mooncake.errors import NotStoredError, RequestError
 from mooncake.messages.blocks import BlockKey, block_keys
 from mooncake.messages.costs import Costs, prefill_quantities
@@ -55,52 +48,6 @@ class Savings:
         if costs is not None:
             num_new, num_pairs = prefill_quantities(num_tokens, 0)
             self.prefill_s += num_new * costs.first_s + num_pairs * costs.second_s
-
-
-class Beginning(NamedTuple):
-    """The beginning of prompts, as a context cache holds it.
-
-    It can be sent to the processes that read requests.
-    """
-
-    token_ids: list[int]
-    chat_prefix_json: bytes | None
-    """The `ChatPrefix` in JSON; None if the cache was made of tokens or a text."""
-    cache_salt: str | None
-
-    def check_salt(self, cache_salt: str | None) -> None:
-        """Check that a request's salt is absent, or equal to the cache's salt. Raises RequestError."""
-        if cache_salt not in (None, self.cache_salt):
-            raise RequestError(
-                "the context cache was made with another cache_salt; leave cache_salt out, or use its own",
-                param="cache_salt",
-                code="invalid_value",
-            )
-
-    def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
-        """Return the cached beginning of conversations. `tools` are the tools of the request itself.
-
-        Raises RequestError if the request has tools, or if the cache was made of tokens or a text.
-        """
-        if self.chat_prefix_json is None:
-            raise RequestError(
-                "this context cache was made from a prompt, and no conversation begins with that; use it in"
-                " /v1/completions, or make one from messages",
-                param="context_cache",
-                code="invalid_value",
-            )
-        if tools:
-            raise RequestError(
-                "tools are at the beginning of a prompt, so they come with its context cache",
-                param="tools",
-                code="invalid_value",
-            )
-        with refusing_depth():
-            return ChatPrefix.from_json(self.chat_prefix_json)
-
-    def num_shared(self, prompt: Sequence[int]) -> int:
-        """Return the number of leading tokens that the prompt has in common with the cache."""
-        return _num_common(self.token_ids, prompt)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,14 +105,6 @@ class CacheUse:
         num_saved = min(num_cached_tokens, self._num_shared[prompt_index])
         self._cache.saved.add(num_saved, costs)
         self._cache.saved_by_key.add(num_saved, costs)
-
-
-def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of leading tokens that `tokens` and `others` have in common."""
-    if tokens == others[: len(tokens)]:
-        return len(tokens)
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), len(others))
 
 
 class ContextCaches:
@@ -345,47 +284,6 @@ class ContextCaches:
             if cache.has_ended(now_s):
                 self.remove(cache)
         return [cache for cache in caches if not cache.has_ended(now_s)]
-
-
-class ContextMetrics(Collector):
-    """Contents and savings of context caches, by API key, for Prometheus; read at each scrape.
-
-    Registers itself. `now` is the clock of the caches.
-    """
-
-    def __init__(self, caches: ContextCaches, registry: CollectorRegistry, now: Callable[[], float]) -> None:
-        self._caches, self._now = caches, now
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of each key that has made a cache."""
-        num_caches = GaugeMetricFamily("mooncake_context_caches", "Context caches", labels=["key"])
-        held = GaugeMetricFamily("mooncake_context_cache_tokens", "Tokens in them", labels=["key"])
-        prompts = CounterMetricFamily(
-            "mooncake_context_cache_prompts", "Prompts that began with a context cache", labels=["key"]
-        )
-        saved = CounterMetricFamily(
-            "mooncake_context_cache_saved_tokens",
-            "Of these prompts' context caches, tokens whose KVCache was reused",
-            labels=["key"],
-        )
-        seconds = CounterMetricFamily(
-            "mooncake_context_cache_saved_prefill_seconds",
-            "Predicted time of the prefill that these tokens did not need",
-            labels=["key"],
-        )
-        for name, caches, savings in self._caches.by_key(self._now()):
-            num_caches.add_metric([name], len(caches))
-            held.add_metric([name], sum(cache.num_tokens for cache in caches))
-            prompts.add_metric([name], savings.num_prompts)
-            saved.add_metric([name], savings.num_tokens)
-            seconds.add_metric([name], savings.prefill_s)
-        yield from (num_caches, held, prompts, saved, seconds)
-        yield CounterMetricFamily(
-            "mooncake_context_cache_store_failures",
-            "Changes of context caches that could not be stored, and were refused",
-            value=self._caches.num_store_failures,
-        )
 
 
 def _owner(key: ApiKey | None) -> str:

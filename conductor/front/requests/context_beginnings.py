@@ -64,7 +64,7 @@ class NewBeginning(NamedTuple):
     ttl_s: int
     cache_salt: str | None
     chat_prefix_json: bytes | None
-    """The `ChatPrefix` as JSON, as in `context_caches.Beginning`; None for a plain prompt."""
+    """The `ChatPrefix` as JSON, as in `caches.beginning.Beginning`; None for a plain prompt."""
     job: Job
     """The job that computes the blocks: one prompt, whose answer of one token is dropped."""
 

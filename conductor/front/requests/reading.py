@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from conductor.front.caches.context_caches import Beginning
+from conductor.front.caches.beginning import Beginning
 from conductor.front.errors import RETRY_AFTER_S
 from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel

@@ -12,7 +12,8 @@ from functools import partial
 
 import msgspec
 
-from conductor.front.caches.context_caches import Beginning, CacheUse
+from conductor.front.caches.beginning import Beginning
+from conductor.front.caches.context_caches import CacheUse
 from conductor.front.errors import tokens_in_words
 from conductor.front.openai.body import parse, refusing_depth
 from conductor.front.openai.model import ServedModel

@@ -12,7 +12,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from conductor.front.caches.context_caches import Beginning, ContextCache
+from conductor.front.caches.beginning import Beginning
+from conductor.front.caches.context_caches import ContextCache
 from conductor.front.generation.reception import Event
 from conductor.front.http.boundary import read_body
 from conductor.front.http.disconnects import while_connected

@@ -12,13 +12,9 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
 from conductor.front.access.access import KeyUse
-from conductor.front.caches.context_caches import (
-    Beginning,
-    CacheUse,
-    ContextCache,
-    ContextCaches,
-    ContextMetrics,
-)
+from conductor.front.caches.beginning import Beginning
+from conductor.front.caches.context_caches import CacheUse, ContextCache, ContextCaches
+from conductor.front.caches.context_metrics import ContextMetrics
 from conductor.front.config import FrontConfig
 from conductor.front.errors import UnavailableError
 from conductor.front.generation.generation import Generation

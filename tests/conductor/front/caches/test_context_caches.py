@@ -12,8 +12,9 @@ import msgspec
 import openai
 import pytest
 
+from conductor.front.caches.beginning import Beginning
 from conductor.front.caches.cache_file import SCHEMA, CacheFile
-from conductor.front.caches.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
+from conductor.front.caches.context_caches import CacheUse, ContextCache, ContextCaches
 from conductor.front.errors import UnavailableError
 from conductor.front.generation.link import Link
 from mooncake.errors import NotStoredError, RequestError

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from conductor.front.caches.beginning import Beginning
 from conductor.front.caches.cache_store import StoredCache
-from conductor.front.caches.context_caches import Beginning, ContextCache, ContextCaches
+from conductor.front.caches.context_caches import ContextCache, ContextCaches
 from mooncake.errors import NotStoredError, RequestError
 
 

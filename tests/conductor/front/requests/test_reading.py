@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conductor.front.caches.context_caches import Beginning
+from conductor.front.caches.beginning import Beginning
 from conductor.front.openai.body import ReceivedBody
 from conductor.front.requests import reading
 from conductor.front.requests.reading import Reading
