@@ -11,6 +11,7 @@ Owns: the batch and its device pages. Does not know: tokens, time, how anything 
 """
 
 from bisect import insort
+from collections.abc import Collection
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,10 +20,6 @@ from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.errors import NoRoomError
 
-_LEAST_DIVIDED = 4
-"""The fewest full pages of a running sequence that are worth a pause between two iterations."""
-_DIVIDED_AGAIN = 16
-"""The number of pages that are worth a pause in which sequences are divided again, however many run."""
 _by_rank = attrgetter("rank")
 
 
@@ -37,24 +34,6 @@ class FullPage(NamedTuple):
     stay: int
     block: int
     page: int
-
-
-class Division(NamedTuple):
-    """Full pages of a running sequence that are being moved to a helper.
-
-    The sequence's first `first` pages are at the helper already. `stay` counts how often the sequence had
-    left the device when the division began. `pages` are the new pages at the helper.
-    """
-
-    sequence: Sequence
-    stay: int
-    first: int
-    pages: list[int]
-
-    @property
-    def own_pages(self) -> list[int]:
-        """The sequence's pages on this instance that `pages` will replace."""
-        return self.sequence.pages[self.first : self.first + len(self.pages)]
 
 
 class DecodeBatch:
@@ -80,6 +59,11 @@ class DecodeBatch:
     def num_running(self) -> int:
         """The number of sequences that are being decoded."""
         return len(self._running)
+
+    @property
+    def running(self) -> Collection[Sequence]:
+        """The sequences that are being decoded."""
+        return self._running
 
     def check_loans(self, sequence: Sequence) -> None:
         """Check that there are pages for a sequence's longest output beside those that are lent.
@@ -195,58 +179,6 @@ class DecodeBatch:
             for sequence in (*self._running, *self._leaving)
             for page in sequence.pages[-(-sequence.num_kv_tokens // page_size) :]
         }
-
-    def begin_division(self, *, again: bool = False) -> list[Division]:
-        """Choose full pages of running sequences to move to a helper, and allocate pages there for them.
-
-        The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up. Sequences
-        that are being stored keep their pages.
-
-        With `again`, while each running sequence has a free page here to grow into, nothing moves unless at
-        least `_DIVIDED_AGAIN` pages, or one for each running sequence, can go. A division pauses all
-        sequences, and so few pages would soon be filled.
-        """
-        allocator, num_running, num_going = self._allocator, len(self._running), 0
-        chosen = list[tuple[Sequence, int, int]]()
-        for sequence in (one for one in self._running if not one.num_stores):
-            first = allocator.num_hosted_of(sequence.pages)
-            num_full = sequence.num_full_pages(self._page_size)
-            # One free page is kept for each running sequence: many need their next one at the same time.
-            num_there = allocator.num_to_host(
-                len(sequence.pages), num_full, sequence.pages, num_going, num_kept=num_running
-            )
-            num = num_there - first
-            if num >= _LEAST_DIVIDED:
-                chosen.append((sequence, first, num))
-                num_going += num
-        has_room = allocator.num_free_for(0) >= num_running
-        if again and has_room and num_going < min(num_running, _DIVIDED_AGAIN):
-            return []
-        return [
-            Division(sequence, sequence.num_stays, first, allocator.allocate_hosted(num))
-            for sequence, first, num in chosen
-        ]
-
-    def end_division(self, divisions: list[Division]) -> None:
-        """Replace pages of sequences by their copies at the helper, and free the replaced pages.
-
-        To be called while no iteration runs. Sequences that have left meanwhile, or are being stored, keep
-        their pages. `divisions` is empty afterwards.
-        """
-        while divisions:
-            division = divisions.pop()
-            sequence, own = division.sequence, division.own_pages
-            is_same = sequence.state is SequenceState.RUNNING and sequence.num_stays == division.stay
-            if is_same and not sequence.num_stores:
-                sequence.pages[division.first : division.first + len(own)] = division.pages
-                self._allocator.free(own)
-            else:
-                self._allocator.free(division.pages)
-
-    def drop_division(self, divisions: list[Division]) -> None:
-        """Free the pages at the helper of divisions that have not ended. `divisions` is empty afterwards."""
-        while divisions:
-            self._allocator.free(divisions.pop().pages)
 
     @property
     def num_loading_pages(self) -> int:

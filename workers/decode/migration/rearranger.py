@@ -21,6 +21,7 @@ import torch
 from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch, FullPage
+from workers.decode.batching.division import begin_division, drop_division, end_division
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.migration.kvcache_move import COPIED_BYTES, KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
@@ -186,12 +187,12 @@ class Rearranger:
         """Move full pages of running sequences to a helper that has pages of sequences.
 
         `again` says whether sequences have been divided before. If so, and if sequences still have room to
-        grow here, nothing moves unless many pages can move (`DecodeBatch.begin_division`).
+        grow here, nothing moves unless many pages can move (`begin_division`).
 
         If the helper is lost meanwhile, no pages move. Raises TransferError if a helper on another host is
         lost.
         """
-        kv, divisions = self._kv, self._batch.begin_division(again=again)
+        kv, divisions = self._kv, begin_division(self._batch.running, self._kv, again=again)
         if not divisions:
             return
         assert kv.hosted_pages is not None
@@ -214,12 +215,12 @@ class Rearranger:
             try:
                 await self._loop.quiet()
                 if not helper.is_closed:
-                    self._batch.end_division(divisions)
+                    end_division(divisions, kv.pages)
                     self._meter.copied(len(own) * kv.page_bytes)
             finally:
                 self._resume()
         finally:
-            self._batch.drop_division(divisions)
+            drop_division(divisions, kv.pages)
 
     async def beside(self, call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:
         """Run a blocking call on another thread, while iterations go on.

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.workers.decode.batching.test_batch import PAGE_SIZE, Batch
+from workers.decode.batching.division import begin_division, drop_division, end_division
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.kvcache.helped_parts import HostedPages
@@ -41,19 +42,19 @@ def have_helper(kv: DeviceKVCache, share: Fraction, num_hosted: int) -> Mock:
 def test_full_pages_change_their_numbers_when_they_have_been_copied(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec)
     before = list(sequence.pages)
-    [division] = divisions = batch.batch.begin_division()
+    [division] = divisions = begin_division(batch.batch.running, batch.kv)
     assert sequence.pages == before
     assert division.own_pages == before[:6]
     there = list(division.pages)
-    batch.batch.end_division(divisions)
+    end_division(divisions, batch.kv.pages)
     assert sequence.pages == there + before[6:]
     assert (kv.pages.num_hosted_of(sequence.pages), kv.pages.num_free_for(0)) == (6, NUM_OWN - 6)
-    assert batch.batch.begin_division() == []
+    assert begin_division(batch.batch.running, batch.kv) == []
 
 
 def test_the_page_that_is_being_written_stays(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec, Fraction(99, 100))
-    batch.batch.end_division(batch.batch.begin_division())
+    end_division(begin_division(batch.batch.running, batch.kv), batch.kv.pages)
     assert kv.pages.num_hosted_of(sequence.pages) == len(sequence.pages) - 1
 
 
@@ -61,7 +62,7 @@ def test_the_pages_that_one_sequence_frees_are_room_for_all(spec: ModelSpec) -> 
     batch = Batch(spec, 61)
     first, *_ = [batch.joined(78) for _ in range(3)]  # 20 pages each, 19 of them full
     have_helper(batch.kv, Fraction(1, 100), 60)
-    [division] = batch.batch.begin_division()
+    [division] = begin_division(batch.batch.running, batch.kv)
     assert division.sequence is first
     assert len(division.pages) == 19
 
@@ -71,12 +72,12 @@ def test_a_sequence_that_is_stored_or_has_left_meanwhile_keeps_its_pages(
     spec: ModelSpec, *, is_left: bool
 ) -> None:
     batch, kv, sequence = divided(spec)
-    before, divisions = list(sequence.pages), batch.batch.begin_division()
+    before, divisions = list(sequence.pages), begin_division(batch.batch.running, batch.kv)
     if is_left:
         batch.batch.leave(sequence)
     else:
         sequence.num_stores = 1
-    batch.batch.end_division(divisions)
+    end_division(divisions, batch.kv.pages)
     assert sequence.pages == before
     assert kv.pages.num_free == NUM_OWN + NUM_HOSTED - len(before)
 
@@ -85,10 +86,10 @@ def test_sequences_are_divided_again_for_as_many_pages_as_there_are_sequences(sp
     batch, kv, sequence = divided(spec, num_own=25)
     others = [batch.joined(1) for _ in range(6)]
     assert kv.pages.num_free_for(0) == 7  # one for each
-    assert batch.batch.begin_division(again=True) == []
+    assert begin_division(batch.batch.running, batch.kv, again=True) == []
     assert kv.pages.num_free == 25 + NUM_HOSTED - len(sequence.pages) - len(others)
     batch.end(others[0])
-    [division] = batch.batch.begin_division(again=True)
+    [division] = begin_division(batch.batch.running, batch.kv, again=True)
     assert len(division.pages) == 6
 
 
@@ -97,7 +98,7 @@ def test_few_pages_go_where_not_every_sequence_has_room_to_grow_into_one(spec: M
     others = [batch.joined(PAGE_SIZE - 1) for _ in range(6)]
     kv.pages.allocate(kv.pages.num_free_for(0))
     kv.pages.allocate_hosted(NUM_HOSTED - 6)
-    batch.batch.end_division(batch.batch.begin_division(again=True))
+    end_division(begin_division(batch.batch.running, batch.kv, again=True), batch.kv.pages)
     for _ in range(2):  # each of the others needs a page
         assert batch.iterate() == [sequence, *others]
     assert kv.pages.num_free_for(0) == 0
@@ -110,9 +111,9 @@ def test_no_sequence_waits_for_a_page_while_the_helper_has_some(
     batch = Batch(spec, num_pages, max_batch=num)
     running = [batch.joined(30 + 11 * index % 17, 1000) for index in range(num)]
     have_helper(batch.kv, Fraction(1, 2), num_pages)
-    batch.batch.end_division(batch.batch.begin_division())
+    end_division(begin_division(batch.batch.running, batch.kv), batch.kv.pages)
     while batch.iterate() == running:
-        batch.batch.end_division(batch.batch.begin_division(again=True))
+        end_division(begin_division(batch.batch.running, batch.kv, again=True), batch.kv.pages)
     assert batch.kv.pages.num_free - batch.kv.pages.num_free_for(0) < 4  # fewer than are worth a division
 
 
@@ -124,7 +125,7 @@ def test_a_division_that_is_not_worth_a_pause_takes_no_page(
         batch.joined(1)
     allocate = Mock(wraps=kv.pages.allocate_hosted)
     monkeypatch.setattr(kv.pages, "allocate_hosted", allocate)
-    assert batch.batch.begin_division(again=True) == []
+    assert begin_division(batch.batch.running, batch.kv, again=True) == []
     assert not allocate.call_count
 
 
@@ -132,7 +133,7 @@ def test_no_more_pages_go_than_the_helper_has(spec: ModelSpec) -> None:
     batch = Batch(spec, NUM_OWN)
     first, second = batch.joined(NUM_TOKENS), batch.joined(NUM_TOKENS - PAGE_SIZE)
     have_helper(batch.kv, Fraction(1, 2), 10)
-    divisions = batch.batch.begin_division()
+    divisions = begin_division(batch.batch.running, batch.kv)
     assert [(one.sequence, len(one.pages)) for one in divisions] == [(first, 6), (second, 4)]
     assert batch.kv.pages.num_free == batch.kv.pages.num_free_for(0)
 
@@ -140,15 +141,15 @@ def test_no_more_pages_go_than_the_helper_has(spec: ModelSpec) -> None:
 def test_nothing_is_copied_of_a_sequence_that_is_being_stored(spec: ModelSpec) -> None:
     batch, _, sequence = divided(spec)
     sequence.num_stores = 1
-    assert batch.batch.begin_division() == []
+    assert begin_division(batch.batch.running, batch.kv) == []
     sequence.num_stores = 0
-    assert batch.batch.begin_division()
+    assert begin_division(batch.batch.running, batch.kv)
 
 
 def test_a_division_that_is_given_up_leaves_nothing_behind(spec: ModelSpec) -> None:
     batch, kv, sequence = divided(spec)
-    before, divisions = list(sequence.pages), batch.batch.begin_division()
-    batch.batch.drop_division(divisions)
+    before, divisions = list(sequence.pages), begin_division(batch.batch.running, batch.kv)
+    drop_division(divisions, batch.kv.pages)
     assert (sequence.pages, kv.pages.num_free) == (before, NUM_OWN + NUM_HOSTED - len(before))
 
 

@@ -1,0 +1,92 @@
+"""Running sequences whose first pages go to a helper (BanaServe, section 4.1, split by sequence).
+
+Owns: which pages go, and what becomes of them when they have been copied. Does not know: when sequences are
+divided, how pages are copied, the helper.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from workers.decode.sequence import Sequence, SequenceState
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.kvcache.page_allocator import PageAllocator
+
+_LEAST_DIVIDED = 4
+"""The fewest full pages of a running sequence that are worth a pause between two iterations."""
+_DIVIDED_AGAIN = 16
+"""The number of pages that are worth a pause in which sequences are divided again, however many run."""
+
+
+class Division(NamedTuple):
+    """Full pages of a running sequence that are being moved to a helper.
+
+    The sequence's first `first` pages are at the helper already. `stay` counts how often the sequence had
+    left the device when the division began. `pages` are the new pages at the helper.
+    """
+
+    sequence: Sequence
+    stay: int
+    first: int
+    pages: list[int]
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The sequence's pages on this instance that `pages` will replace."""
+        return self.sequence.pages[self.first : self.first + len(self.pages)]
+
+
+def begin_division(
+    running: Collection[Sequence], kv: DeviceKVCache, *, again: bool = False
+) -> list[Division]:
+    """Choose full pages of running sequences to move to a helper, and allocate pages there for them.
+
+    The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up. Sequences that
+    are being stored keep their pages.
+
+    With `again`, while each running sequence has a free page here to grow into, nothing moves unless at least
+    `_DIVIDED_AGAIN` pages, or one for each running sequence, can go. A division pauses all sequences, and so
+    few pages would soon be filled.
+    """
+    num_running, num_going = len(running), 0
+    chosen = list[tuple[Sequence, int, int]]()
+    for sequence in (one for one in running if not one.num_stores):
+        first = kv.pages.num_hosted_of(sequence.pages)
+        num_full = sequence.num_full_pages(kv.page_size)
+        # One free page is kept for each running sequence: many need their next one at the same time.
+        num_there = kv.pages.num_to_host(
+            len(sequence.pages), num_full, sequence.pages, num_going, num_kept=num_running
+        )
+        num = num_there - first
+        if num >= _LEAST_DIVIDED:
+            chosen.append((sequence, first, num))
+            num_going += num
+    has_room = kv.pages.num_free_for(0) >= num_running
+    if again and has_room and num_going < min(num_running, _DIVIDED_AGAIN):
+        return []
+    return [
+        Division(sequence, sequence.num_stays, first, kv.pages.allocate_hosted(num))
+        for sequence, first, num in chosen
+    ]
+
+
+def end_division(divisions: list[Division], allocator: PageAllocator) -> None:
+    """Replace pages of sequences by their copies at the helper, and free the replaced pages.
+
+    To be called while no iteration runs. Sequences that have left meanwhile, or are being stored, keep their
+    pages. `divisions` is empty afterwards.
+    """
+    while divisions:
+        division = divisions.pop()
+        sequence, own = division.sequence, division.own_pages
+        is_same = sequence.state is SequenceState.RUNNING and sequence.num_stays == division.stay
+        if is_same and not sequence.num_stores:
+            sequence.pages[division.first : division.first + len(own)] = division.pages
+            allocator.free(own)
+        else:
+            allocator.free(division.pages)
+
+
+def drop_division(divisions: list[Division], allocator: PageAllocator) -> None:
+    """Free the pages at the helper of divisions that have not ended. `divisions` is empty afterwards."""
+    while divisions:
+        allocator.free(divisions.pop().pages)
