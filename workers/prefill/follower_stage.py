@@ -10,6 +10,7 @@ from workers.engine.batch import Chunk
 from workers.execution.executor import CancelledOnDevice
 from workers.groups.rank_messages import PrefillPass
 from workers.kvcache.layerwise import PassPart
+from workers.prefill.first_tokens import ends_of
 from workers.prefill.job import PrefillJob
 from workers.prefill.stage import Stage
 
@@ -54,7 +55,7 @@ class FollowerStage(Stage):
     def _follow_on_device(self, parts: Sequence[PassPart], are_last: Sequence[bool]) -> list[bool]:
         hidden = self._executor.prefill(parts, self._transfers)
         are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
-        ends = self._ends(parts, are_computed, are_last)
+        ends = ends_of(parts, are_computed, are_last)
         if ends:  # the leader draws from the logits, of which this rank computes a part
             self._executor.model.logits(hidden[list(ends.values())])
         return are_computed

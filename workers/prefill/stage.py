@@ -22,7 +22,6 @@ from mooncake.messages.workers import Prefill
 from mooncake.tracing.spans import why_ended
 from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
-from workers.execution.draws import Draws, FirstToken, Row, rules_of
 from workers.execution.executor import CancelledOnDevice, Executor
 from workers.groups.followers import Followers
 from workers.groups.next_stage import NextStage
@@ -42,6 +41,7 @@ from workers.kvcache.copies import copies_for
 from workers.kvcache.layerwise import LayerTransfers, PassPart
 from workers.kvcache.prefix_fetch import PrefixFetch
 from workers.kvcache.reserving import reserve_prompt
+from workers.prefill.first_tokens import ends_of, first_tokens
 from workers.prefill.job import PrefillJob
 from workers.prefill.pass_result import ChunkResult, PassResult
 from workers.prefill.prompt_span import prompt_span
@@ -364,45 +364,13 @@ class Stage:
         hidden = self._executor.prefill(parts, self._transfers, hidden)
         are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
         if self._next is None:
-            tokens = self._first_tokens(jobs, self._ends(parts, are_computed, are_last), hidden)
+            tokens = first_tokens(self._executor.model, jobs, ends_of(parts, are_computed, are_last), hidden)
             return PassResult([ChunkResult(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
         rows = torch.split(hidden, [chunk.num_tokens for chunk in told])
         wanted = [of_chunk for of_chunk, is_computed in zip(rows, are_computed, strict=True) if is_computed]
         chunks = [chunk for chunk, is_computed in zip(told, are_computed, strict=True) if is_computed]
         results = [ChunkResult(is_computed) for is_computed in are_computed]
         return PassResult(results, chunks, torch.cat(wanted).cpu() if wanted else None)
-
-    def _ends(
-        self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
-    ) -> dict[int, int]:
-        """Return the rows of hidden states from which first tokens are drawn.
-
-        The result's keys are the indices of the prompts' parts.
-        """
-        ends, row = {}, -1
-        for index, part in enumerate(parts):
-            row += len(part.chunk.token_ids)
-            if are_computed[index] and are_last[index]:
-                ends[index] = row
-        return ends
-
-    def _first_tokens(
-        self, jobs: Sequence[PrefillJob], ends: dict[int, int], hidden: torch.Tensor
-    ) -> list[FirstToken | None]:
-        """Return the first token of each prompt that ends with this pass, and None for every other prompt."""
-        tokens: list[FirstToken | None] = [None] * len(jobs)
-        if ends:
-            requests = [jobs[index].order.request for index in ends]
-            logits = self._executor.model.logits(hidden[list(ends.values())])
-            grammars = [jobs[index].grammar for index in ends]
-            rows = [
-                Row(request.sampling, len(request.token_ids), rules_of(request, grammar), request.output)
-                for request, grammar in zip(requests, grammars, strict=True)
-            ]
-            drawn = Draws(rows).draw(logits)
-            for of_drawn, (index, token) in enumerate(zip(ends, drawn.tokens, strict=True)):
-                tokens[index] = FirstToken(token, drawn.logprobs.get(of_drawn))
-        return tokens
 
     # -- passes of a group --------------------------------------------------------------------------
 
