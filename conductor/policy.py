@@ -25,6 +25,7 @@ from conductor.membership.roles import Roles
 from conductor.replication.contexts import Contexts
 from conductor.replication.copies import Replication
 from conductor.replication.evacuation import Evacuation
+from conductor.requests.endings import Endings
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
@@ -94,9 +95,13 @@ class Conductor:
         self.prefixes = self.view.prefixes
         self._requests = Requests(epoch, self.instances, self.view, limits, settings)
         self._admission = Admission(self.view, settings.overload)
-        self._placer = Placer(self._requests, new_scheduler(self.view, settings), self._admission)
+        self._endings = Endings(self._requests, self._admission)
+        scheduler = new_scheduler(self.view, settings)
+        self._placer = Placer(self._requests, scheduler, self._admission, self._endings)
         self.migrations = Migrations(self._requests, settings)
-        self._reports = WorkerReports(self._requests, self._placer, self._admission, self.migrations)
+        self._reports = WorkerReports(
+            self._requests, self._placer, self._endings, self._admission, self.migrations
+        )
         self._resumption = Resumption(self._requests, self._placer, self._reports)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
         self.contexts = Contexts(self.prefixes, self.instances)
@@ -269,12 +274,12 @@ class Conductor:
         tracked = self._requests.new(sender, submit.request, now_s)
         reason = self._reason_to_reject(tracked, submit.claim, now_s)
         if reason is not None:
-            return [self._placer.tell_rejected(sender, tracked.request_id, *reason)]
+            return [self._endings.tell_rejected(sender, tracked.request_id, *reason)]
         making_room = self._room_for(tracked, now_s)
         if making_room is None:
             self.elasticity.submitted(tracked, now_s)
             message = f"{self.num_open} requests are running, the limit is {self.limits.max_running_requests}"
-            return [self._placer.tell_rejected(sender, tracked.request_id, Reason.TOO_MANY, message)]
+            return [self._endings.tell_rejected(sender, tracked.request_id, Reason.TOO_MANY, message)]
         self._fronts.seen(sender, now_s)
         if submit.claim is not None:
             tracked.num_charged_tokens = submit.claim.num_tokens
@@ -330,7 +335,7 @@ class Conductor:
         for request_id, tracked in own.items():
             tracked.num_unlisted = 0 if request_id in listed else tracked.num_unlisted + 1
             if tracked.num_unlisted > 1:  # at the first time, the report of its end may be in flight
-                effects += self._placer.abort(tracked, now_s)
+                effects += self._endings.abort(tracked, now_s)
         unknown = [request_id for request_id in request_ids if request_id not in own]
         return [*effects, Effect(sender, Unknown(unknown))] if unknown else effects
 
@@ -339,7 +344,7 @@ class Conductor:
         if tracked is None or tracked.front != sender:
             return []
         self.quotas.charge(tracked.request.tenant, cancel.num_output_tokens, now_s)
-        return self._placer.abort(tracked, now_s)
+        return self._endings.abort(tracked, now_s)
 
     def _on_continue(self, sender: bytes, answer: Continue, now_s: float) -> list[Effect]:
         tracked = self.requests.get(answer.request.request_id)
@@ -356,7 +361,7 @@ class Conductor:
         self._fronts.forget(front)
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
         reason = "the conductor had lost its connection to this front; try again"
-        failed = [self._placer.fail(tracked, reason, now_s, may_retry=True) for tracked in orphans]
+        failed = [self._endings.fail(tracked, reason, now_s, may_retry=True) for tracked in orphans]
         return [effect for effects in failed for effect in effects]
 
     # -- workers ------------------------------------------------------------------------------------

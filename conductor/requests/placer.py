@@ -1,7 +1,7 @@
 """Decisions about accepted requests: a pair of instances, the admission queue, preemption, rejection.
 
 Owns: these decisions, and the order in which requests are placed. Does not know: the messages of fronts and
-workers, how a pair is chosen (`conductor.scheduling.algorithm1`), which requests are too many
+workers (`endings`), how a pair is chosen (`conductor.scheduling.algorithm1`), which requests are too many
 (`conductor.admission.overload`).
 """
 
@@ -9,6 +9,7 @@ import math
 
 from conductor.admission.overload import NOTHING, Admission, Freed
 from conductor.effects import Effect
+from conductor.requests.endings import Endings
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.preemption import Preemption
 from conductor.requests.registry import Requests
@@ -16,15 +17,17 @@ from conductor.scheduling.algorithm1 import Scheduler
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement, why_too_large
 from conductor.view.rejection import Reason, Rejection
-from mooncake.messages.fronts import Failed, Rejected
 from mooncake.messages.workers import STAGES
 
 
 class Placer:
     """Places, queues, preempts and rejects the requests of the registry."""
 
-    def __init__(self, requests: Requests, scheduler: Scheduler, admission: Admission) -> None:
+    def __init__(
+        self, requests: Requests, scheduler: Scheduler, admission: Admission, endings: Endings
+    ) -> None:
         self._requests, self._scheduler, self._admission = requests, scheduler, admission
+        self._endings = endings
         self._instances, self._limits, self._stats = requests.instances, requests.limits, requests.stats
         self._preemption = Preemption(requests)
         self._num_released = 0
@@ -59,7 +62,7 @@ class Placer:
             return []
         self._stats.num_preempted += 1
         message = "it gave way to a request of a higher class, or of a tenant that has less"
-        return self._reject(other, Reason.TOO_MANY, message, now_s)
+        return self._endings.reject(other, Reason.TOO_MANY, message, now_s)
 
     # -- one request --------------------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ class Placer:
             if self._enqueue_if_in_time(tracked, placement, now_s):
                 tracked.refused_by.clear()
                 return []
-            return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
+            return self._endings.reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
         placement, rejection = self._checked(tracked, placement, now_s)
         if rejection is None:
             return self._assign(tracked, placement, now_s)
@@ -83,7 +86,7 @@ class Placer:
             return self._preempt(others, tracked, now_s)
         if rejection.reason is Reason.TBT and self._enqueue_if_in_time(tracked, placement, now_s):
             return []
-        return self.reject_by_slo(tracked, rejection, now_s)
+        return self._endings.reject_by_slo(tracked, rejection, now_s)
 
     def place_after_refusal(
         self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
@@ -196,14 +199,16 @@ class Placer:
     def _wait_for_instances(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Let a request wait for a pair with room, or end it if no such pair can be expected."""
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
-            return self._give_up(tracked, Reason.TOO_LARGE, f"{too_large}{tracked.why_it_waits}", now_s)
+            return self._endings.give_up(
+                tracked, Reason.TOO_LARGE, f"{too_large}{tracked.why_it_waits}", now_s
+            )
         missing = next((stage for stage in STAGES if self._instances.lacks(stage)), None)
         if missing is not None and not tracked.may_have_begun:
             message = f"{self._instances.why_none(missing)}{tracked.why_it_waits}"
-            return self._reject(tracked, Reason.UNREADY, message, now_s)
+            return self._endings.reject(tracked, Reason.UNREADY, message, now_s)
         if now_s - tracked.waiting_since_s > self._limits.placement_timeout_s:
             message = f"no pair of instances came back in time{tracked.why_it_waits}"
-            return self._give_up(tracked, Reason.NEVER_PLACED, message, now_s)
+            return self._endings.give_up(tracked, Reason.NEVER_PLACED, message, now_s)
         return self._reject_if_overdue(tracked, now_s)
 
     def _reject_if_overdue(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
@@ -213,7 +218,9 @@ class Placer:
         rejection = self._admission.check_wait(tracked.slos, now_s - tracked.submitted_s)
         if rejection is None:
             return []
-        return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
+        return self._endings.reject(
+            tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s
+        )
 
     # -- the admission queue ------------------------------------------------------------------------
 
@@ -278,7 +285,7 @@ class Placer:
             return self._reject_if_overdue(tracked, now_s)
         placement, rejection = self._checked(tracked, placement, now_s)
         if rejection is not None and not self._enqueue_if_in_time(tracked, placement, now_s):
-            return self.reject_by_slo(tracked, rejection, now_s)
+            return self._endings.reject_by_slo(tracked, rejection, now_s)
         return []
 
     def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
@@ -290,7 +297,7 @@ class Placer:
         last = self._preemption.in_order(unpromised, now_s)[-1]
         self._stats.num_preempted += last is not newest
         message = f"{most} requests wait for load to fall, the limit is {most}"
-        return self._reject(last, Reason.TOO_MANY_WAIT, message, now_s)
+        return self._endings.reject(last, Reason.TOO_MANY_WAIT, message, now_s)
 
     # -- preemption ---------------------------------------------------------------------------------
 
@@ -334,70 +341,3 @@ class Placer:
     def _place_all(self, others: list[TrackedRequest], now_s: float) -> list[Effect]:
         placed = [self.place(other, now_s, may_preempt=False) for other in others]
         return [effect for effects in placed for effect in effects]
-
-    # -- ends ---------------------------------------------------------------------------------------
-
-    def abort(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """End a request that its client or front does not want any more."""
-        return self._requests.cut_short(tracked, RequestState.ABORTED, now_s)
-
-    def fail(
-        self, tracked: TrackedRequest, reason: str, now_s: float, *, may_retry: bool = False
-    ) -> list[Effect]:
-        """End a request that cannot be finished.
-
-        `may_retry`: the request did not cause the failure, so its client may send it again.
-        """
-        effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
-        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry))]
-
-    def refuse(self, tracked: TrackedRequest, reason: str, param: str | None, now_s: float) -> list[Effect]:
-        """End a request that asks for a feature that its instance does not serve.
-
-        `param`: the field of the request that asks for the feature; None without such a field.
-        """
-        effects = self._requests.cut_short(tracked, RequestState.REFUSED, now_s)
-        failed = Failed(tracked.request_id, reason, is_refused=True, param=param)
-        return [*effects, Effect(tracked.front, failed)]
-
-    def tell_rejected(
-        self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
-    ) -> Effect:
-        """Return the message to a front that a new or accepted request is rejected, and count the rejection.
-
-        `retry_after_s` is in seconds.
-        """
-        self._stats.rejected(reason)
-        if reason.status in (429, 503) and retry_after_s is None:
-            retry_after_s = self._limits.retry_after_s
-        return Effect(front, Rejected(request_id, reason, reason.status, message, retry_after_s))
-
-    def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
-        """Reject with HTTP 429 a request that would miss an SLO (Algorithm 1, line 26)."""
-        self._admission.learn_rejection(tracked.request, rejection, now_s)
-        return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
-
-    def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
-        """Reject a request whose client has got nothing yet; fail a request whose output has begun.
-
-        A request that is too large now, but has had a pair, did fit once: an instance was lost or has fewer
-        pages now. So it fails too, and its client may try again.
-        """
-        has_become_too_large = reason is Reason.TOO_LARGE and tracked.is_promised
-        if tracked.may_have_begun or has_become_too_large:
-            return self.fail(tracked, message, now_s, may_retry=True)
-        return self._reject(tracked, reason, message, now_s)
-
-    def _reject(
-        self,
-        tracked: TrackedRequest,
-        reason: Reason,
-        message: str,
-        now_s: float,
-        retry_after_s: float | None = None,
-    ) -> list[Effect]:
-        effects = self._requests.cut_short(tracked, RequestState.REJECTED, now_s)
-        return [
-            *effects,
-            self.tell_rejected(tracked.front, tracked.request_id, reason, message, retry_after_s),
-        ]

@@ -6,6 +6,7 @@ instances there are, which request gets which pair (`conductor.requests.placer`)
 
 from conductor.admission.overload import Admission
 from conductor.effects import Effect
+from conductor.requests.endings import Endings
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
@@ -23,10 +24,15 @@ class WorkerReports:
     """Handles workers' reports about placed requests, and moves requests from state to state."""
 
     def __init__(
-        self, requests: Requests, placer: Placer, admission: Admission, migrations: Migrations
+        self,
+        requests: Requests,
+        placer: Placer,
+        endings: Endings,
+        admission: Admission,
+        migrations: Migrations,
     ) -> None:
-        self._requests, self._placer, self._admission = requests, placer, admission
-        self._migrations = migrations
+        self._requests, self._placer, self._endings = requests, placer, endings
+        self._admission, self._migrations = admission, migrations
 
     # -- resubmission -------------------------------------------------------------------------------
 
@@ -43,7 +49,7 @@ class WorkerReports:
         reason = f"tokens from {request.num_output_tokens} on were lost on their way"
         has_got_on = request.num_output_tokens > tracked.request.num_output_tokens
         if not has_got_on and self._count_failure(tracked):
-            return self._placer.fail(tracked, reason, now_s)
+            return self._endings.fail(tracked, reason, now_s)
         effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
         return effects + self.resubmit(tracked, request, now_s)
 
@@ -102,7 +108,7 @@ class WorkerReports:
             if ended := suspicion.ended_by(tracked.request_id):
                 suspicion.found_poison(tracked.request_id)
                 reason = f"the instances that computed it have failed: {', '.join(ended)}"
-                effects += self._placer.fail(tracked, reason, now_s)
+                effects += self._endings.fail(tracked, reason, now_s)
         return effects
 
     # -- what workers say ---------------------------------------------------------------------------
@@ -129,7 +135,7 @@ class WorkerReports:
             case DecodeRefused():
                 return self._on_refused(tracked, sender, message, now_s)
             case WorkFailed(is_refused=True):
-                return self._placer.refuse(tracked, message.reason, message.param, now_s)
+                return self._endings.refuse(tracked, message.reason, message.param, now_s)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # such as the repeated report of a step
@@ -167,7 +173,7 @@ class WorkerReports:
             decode, slos = tracked.placed.placement.decode, self._requests.slos_in_batch(tracked)
             rejection = self._admission.check_decode(decode, num_tokens, slos)
             if rejection is not None:
-                return self._placer.reject_by_slo(tracked, rejection, now_s)
+                return self._endings.reject_by_slo(tracked, rejection, now_s)
         return self._requests.begin_decode(tracked, prefilled, now_s)
 
     def _on_refused(
@@ -186,7 +192,7 @@ class WorkerReports:
     ) -> list[Effect]:
         """Retry the request, or end it if the failure is final or no attempt is left."""
         if self._count_failure(tracked) or not retryable:
-            return self._placer.fail(tracked, reason, now_s)
+            return self._endings.fail(tracked, reason, now_s)
         return self._retry(tracked, reason, now_s)
 
     def _count_failure(self, tracked: TrackedRequest) -> bool:
