@@ -301,7 +301,8 @@ class Conductor:
         if self.num_open < self.limits.max_running_requests:
             return []
         rejected = self._placer.reject_for(tracked, now_s)
-        if rejected or self._requests.is_within_equal_part(tracked.request.tenant):
+        most, tenant = self.limits.max_running_requests, tracked.request.tenant
+        if rejected or self._requests.tenants.is_within_equal_part(tenant, most):
             return rejected
         return None
 
@@ -323,7 +324,7 @@ class Conductor:
             return Reason.TOO_LARGE, too_large, None
         tenant = tracked.request.tenant
         if claim is not None:
-            num_elsewhere = self._requests.num_elsewhere(tenant, tracked.front)
+            num_elsewhere = self._requests.tenants.num_elsewhere(tenant, tracked.front)
             if (beyond := self.quotas.rejection(tenant, claim, num_elsewhere, now_s)) is not None:
                 return beyond
         return None

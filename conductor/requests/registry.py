@@ -11,6 +11,7 @@ from conductor.effects import Effect
 from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import Migration, MigrationStep
 from conductor.requests.suspicion import Suspicion
+from conductor.requests.tenant_counts import TenantCounts
 from conductor.settings import Limits, PolicySettings, SLOs
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
@@ -51,9 +52,7 @@ class Requests:
         """The number of times that a request has left instances."""
         self._assignments = Assignments(view, settings, self.stats)
         self._has_double_check = settings.has_double_check
-        self._num_of_tenant: Counter[str] = Counter()
-        self._num_at_front: Counter[tuple[str, bytes]] = Counter()
-        """The number of accepted requests by tenant and front."""
+        self.tenants = TenantCounts()
         self.quotas = Quotas()
         self._num_migrations: Counter[bytes] = Counter()
         """The number of migrations in progress from and to each instance.
@@ -85,18 +84,6 @@ class Requests:
         if tracked.state is RequestState.PREFILLING:
             return not (tracked.may_have_begun or self._assignments.has_begun(tracked.placed))
         return tracked.state is RequestState.RESERVING
-
-    def is_within_equal_part(self, tenant: str) -> bool:
-        """Return whether one more request leaves the tenant within an equal part of the limit.
-
-        The limit is `max_running_requests`.
-        """
-        num_tenants = len(self._num_of_tenant) + (tenant not in self._num_of_tenant)
-        return (self._num_of_tenant[tenant] + 1) * num_tenants <= self.limits.max_running_requests
-
-    def num_elsewhere(self, tenant: str, front: bytes) -> int:
-        """Return the number of the tenant's requests at fronts other than `front`."""
-        return self._num_of_tenant[tenant] - self._num_at_front[tenant, front]
 
     def current(self, ref: Ref) -> TrackedRequest | None:
         """Return the placed request whose present attempt is `ref`; None if there is none."""
@@ -134,8 +121,7 @@ class Requests:
     def accept(self, tracked: TrackedRequest) -> None:
         """Add the request to the accepted requests."""
         self.by_id[tracked.request_id] = tracked
-        self._num_of_tenant[tracked.request.tenant] += 1
-        self._num_at_front[tracked.request.tenant, tracked.front] += 1
+        self.tenants.add(tracked.request.tenant, tracked.front)
 
     def enqueue(self, tracked: TrackedRequest) -> None:
         """Add a WAITING request to the admission queue. Idempotent."""
@@ -378,15 +364,9 @@ class Requests:
         tracked.move_to(state)
         del self.by_id[tracked.request_id]
         self.admission_queue.pop(tracked.request_id, None)
-        tenant = tracked.request.tenant
-        self._num_of_tenant[tenant] -= 1
-        if not self._num_of_tenant[tenant]:
-            del self._num_of_tenant[tenant]
-        self._num_at_front[tenant, tracked.front] -= 1
-        if not self._num_at_front[tenant, tracked.front]:
-            del self._num_at_front[tenant, tracked.front]
+        self.tenants.remove(tracked.request.tenant, tracked.front)
         if state is RequestState.REJECTED:
-            self.quotas.refund(tenant, tracked.num_charged_tokens)
+            self.quotas.refund(tracked.request.tenant, tracked.num_charged_tokens)
         self.suspicion.request_ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
 
     def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
