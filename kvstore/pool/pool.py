@@ -3,9 +3,8 @@
 A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a deadline:
 on the pages of its sealed blocks, and on fresh pages for its other blocks. A *lease* is a claim to read
 pages, and ends at its deadline at the latest. A *hold* is a claim on one page while its bytes may be read or
-written, by a transfer, by a copy to or from SSD, or by a writer of an earlier life. The mover also holds
-pages whose blocks it keeps in DRAM for a request. A *pin* keeps a block that is not in use. (Mooncake,
-section 3: paged blocks, deduplicated by key, eviction by policy.)
+written (`holds`). A *pin* keeps a block that is not in use (`pins`). (Mooncake, section 3: paged blocks,
+deduplicated by key, eviction by policy.)
 
 Invariants:
 
@@ -16,7 +15,7 @@ Invariants:
 
 `check_integrity` checks the first invariant, and that each RESERVED page is in exactly one reservation.
 
-Owns: reservations, leases, holds. Does not know: bytes, sockets, the clock.
+Owns: reservations, leases. Does not know: bytes, sockets, the clock.
 """
 
 from collections import Counter
@@ -30,6 +29,7 @@ from kvstore.pool.claims import NOBODY, Block, PageLease, PageReservation, layer
 from kvstore.pool.deadlines import Deadlines
 from kvstore.pool.evictor import Evictor, LowerTier
 from kvstore.pool.hits import Hits, PoolCounters
+from kvstore.pool.holds import Holds
 from kvstore.pool.pages import RESERVED, SEALED, PageTable, PageWriter
 from kvstore.pool.pins import Pins
 from mooncake.config.policies import EvictionPolicy
@@ -79,12 +79,7 @@ class Pool:
         self.leases: dict[int, PageLease] = {}
         """Leases by id. Other modules only read this dict."""
         self._lease_deadlines = Deadlines[int]()
-        self._num_holds: Counter[int] = Counter()
-        """The number of holds on each page that has holds."""
-        self._former_writers: dict[PageWriter, list[int]] = {}
-        for page, writer in self.allocator.adopted_writers.items():
-            self._add_hold(page)
-            self._former_writers.setdefault(writer, []).append(page)
+        self.holds = Holds(self.allocator, self._remove_user)
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -286,46 +281,6 @@ class Pool:
         self.pins.expire(now_s)
         self.allocator.shares.tick(now_s)
 
-    # -- transfers --------------------------------------------------------------------------------
-
-    def hold(self, page: int) -> None:
-        """Add a hold to `page`, which is in use or sealed, until `unhold`."""
-        assert self.allocator.num_users[page] or self.table.state_of[page] == SEALED
-        self._add_hold(page)
-
-    def unhold(self, page: int, *, used: bool = True) -> None:
-        """End a hold, whose holder does not read or write `page` any more.
-
-        `used`: whether the end counts as a use of the block, for the order of eviction.
-        """
-        self._num_holds[page] -= 1
-        assert self._num_holds[page] >= 0
-        if not self._num_holds[page]:
-            del self._num_holds[page]
-        self._remove_user([page], used=used)
-
-    def _add_hold(self, page: int) -> None:
-        self._num_holds[page] += 1
-        self.allocator.add_user([page])
-
-    @property
-    def former_writers(self) -> list[PageWriter]:
-        """The processes that may still be writing to pages that an earlier messenger process gave them."""
-        return list(self._former_writers)
-
-    def keep_aside(self, writer: PageWriter) -> None:
-        """Record that `writer` may also be writing to any page of the former writers."""
-        pages = {page for pages in self._former_writers.values() for page in pages}
-        own = self._former_writers.setdefault(writer, [])
-        for page in pages.difference(own):
-            self._add_hold(page)
-            own.append(page)
-
-    def writer_gone(self, writer: PageWriter) -> None:
-        """End the holds for this writer on pages that an earlier messenger process gave it. Idempotent."""
-        for page in self._former_writers.pop(writer, []):
-            self.unhold(page)
-
     # ---------------------------------------------------------------------------------------------
 
     def _blocks(
@@ -356,15 +311,11 @@ class Pool:
     def _remove_user(self, pages: Collection[int], *, used: bool = True) -> None:
         for page in self.allocator.remove_user(pages, used=used):
             self._free(page)
-        if self._num_holds:
-            for page in pages:
-                # A RESERVED page whose users are holds only has lost its reservation. It is out of use until
-                # the holds end: late bytes must not reach its next owner. (Holders only read a SEALED page.)
-                if (
-                    self.table.state_of[page] == RESERVED
-                    and self._num_holds[page] == self.allocator.num_users_of[page]
-                ):
-                    self.table.quarantine(page)
+        for page in pages if self.holds.num_of else ():
+            # A RESERVED page whose users are holds only has lost its reservation. It is out of use until the
+            # holds end: late bytes must not reach its next owner. (Holders only read a SEALED page.)
+            if self.table.state_of[page] == RESERVED and self.holds.are_all_users(page):
+                self.table.quarantine(page)
         self.evictor.users_left()
 
     def _free(self, page: int) -> None:
@@ -396,7 +347,7 @@ class Pool:
 
         There should be none: such a page never becomes free.
         """
-        known: Counter[int] = Counter(self._num_holds)
+        known: Counter[int] = Counter(self.holds.num_of)
         known.update(page for r in self.reservations.values() for page in r.by_page)
         known.update(page for lease in self.leases.values() for page in lease.claimed_pages)
         known.update(self.pins.hard_pages())
@@ -411,7 +362,7 @@ class Pool:
         problems = list(self.allocator.problems())
         if self.orphans():
             problems.append("a page's users are not its reservations, leases, pins and holds")
-        if min(self._num_holds.values(), default=1) < 1:
+        if min(self.holds.num_of.values(), default=1) < 1:
             problems.append("a hold count is not positive")
         writers = Counter(
             page

@@ -162,8 +162,8 @@ async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
     reading = asyncio.get_running_loop().run_in_executor(
         None, layer_checksums, segment.page_view(page), segment.layout.layer_bytes
     )
-    pool.hold(page)
-    reading.add_done_callback(lambda _: pool.unhold(page, used=False))
+    pool.holds.add(page)
+    reading.add_done_callback(lambda _: pool.holds.remove(page, used=False))
     is_intact = await asyncio.shield(reading) == expected
     if not is_intact and pool.find(key) == page:  # else the page may have another block now
         pool.drop(page)

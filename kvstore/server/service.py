@@ -216,7 +216,7 @@ class Service:
         self, store: Store, name: str, writer: PageWriter | None, send: Callable[[FromRemotePool], None]
     ) -> ClientSession:
         if writer is not None:
-            store.pool.writer_gone(writer)  # who connects again has stopped writing
+            store.pool.holds.writer_gone(writer)  # who connects again has stopped writing
         return ClientSession(User(next(self._owners), name, writer), store, self._tasks, send)
 
     def _attach(

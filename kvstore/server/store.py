@@ -127,7 +127,7 @@ class Store:
         Leases and pins are expired, pages of former writers freed, and all pages checked when the pool is
         idle.
         """
-        for writer in self.pool.former_writers:
+        for writer in self.pool.holds.former_writers:
             tasks.create_task(self._await_end(writer))
         seen = checked = self.pool.num_changes
         next_check_s = 0.0
@@ -199,7 +199,7 @@ class Store:
             finally:
                 loop.remove_reader(process)
                 os.close(process)
-        self.pool.writer_gone(writer)
+        self.pool.holds.writer_gone(writer)
 
     def close(self) -> None:
         if self.ssd is not None:
@@ -259,7 +259,7 @@ def open_store(
         ssd.on_lost = pool.evictor.left_lower_tier
         ssd.on_health = pool.evictor.changed
     for copier in copiers:
-        pool.keep_aside(copier)
+        pool.holds.keep_aside(copier)
     grants = Grants(pool, segment, address, copy_table)
     source = SourceSegment.of(config.segment_fd, segment.buffer)
     peers = OutgoingSessions(

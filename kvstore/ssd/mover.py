@@ -129,7 +129,7 @@ class Mover:
                 evictor.changed()
             elif len(self._demoting) < self._max_demotions and not self._is_pausing:
                 self._demoting.add(page)
-                pool.hold(page)
+                pool.holds.add(page)
                 self._tasks.create_task(self._demote(page))
             else:
                 return  # the next demotion that ends, or the end of the pause, wakes us
@@ -163,7 +163,7 @@ class Mover:
                 )
             finally:
                 writers.release()
-                pool.unhold(page, used=False)
+                pool.holds.remove(page, used=False)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -172,7 +172,7 @@ class Mover:
                         break
                     if table.state_of[page] == SEALED and not self._ssd.holds(table.key(page)):
                         await writers.acquire()
-                        pool.hold(page)
+                        pool.holds.add(page)
                         self._tasks.create_task(store(page))
                 for _ in range(self._max_demotions):
                     await writers.acquire()
@@ -194,7 +194,7 @@ class Mover:
         finally:
             overdue.cancel()
             self._demoting.discard(page)
-            pool.unhold(page, used=False)
+            pool.holds.remove(page, used=False)
         if pool.find(key) != page:
             if is_held:
                 self._ssd.forget(key)  # found damaged while it was being written
@@ -254,7 +254,7 @@ class Mover:
             yield
         finally:
             for page in claims.pages:
-                self._pool.unhold(page, used=False)
+                self._pool.holds.remove(page, used=False)
             for promotion in claims.promotions:
                 promotion.num_waiting -= 1
                 self._release_if_unclaimed(promotion)
@@ -270,12 +270,12 @@ class Mover:
             return
         pages = [page for key in keys if (page := self._pool.find(key)) is not None]
         for page in pages:
-            self._pool.hold(page)
+            self._pool.holds.add(page)
         for key in keys:
             if self._pool.find(key) is None and self._ssd.holds(key) and key not in self._promotions:
                 self._begin(key)
         for page in pages:
-            self._pool.unhold(page, used=False)
+            self._pool.holds.remove(page, used=False)
 
     async def _claim(self, keys: Iterable[BlockKey], claims: _Claims, patiently: bool) -> None:
         """Hold the blocks of `keys` that are in DRAM, and begin to promote the other blocks.
@@ -298,7 +298,7 @@ class Mover:
                 self._space.clear()
                 await self._space.wait()
             if page is not None:
-                self._pool.hold(page)
+                self._pool.holds.add(page)
                 claims.pages.append(page)
 
     def _begin(self, key: BlockKey) -> _Promotion | None:

@@ -141,7 +141,7 @@ class BlockFetch:
         in_flight: _InFlight = deque()
         pages = [block.page for block in self._blocks]
         for page in pages:
-            self._pool.hold(page)
+            self._pool.holds.add(page)
         try:
             parts = overlaps(self._segment.layout, sources)
             peers = [await self._peers.peer(overlap.messenger) for overlap in parts]
@@ -162,7 +162,7 @@ class BlockFetch:
         finally:
             await _end([task for _, asking in in_flight for task in asking])
             for page in pages:
-                self._pool.unhold(page)
+                self._pool.holds.remove(page)
 
     def _requests(
         self, peers: Sequence[OutgoingSession], parts: Sequence[Overlap], urgency: Urgency

@@ -166,7 +166,7 @@ class Grants:
                 f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} were written before"
             )
         grant.incomplete_pages[entry.page] = receiving | layer_mask(layers)
-        self._pool.hold(entry.page)
+        self._pool.holds.add(entry.page)
         return self._segment.layers_view(entry.page, layers)
 
     def _begin_part(
@@ -197,7 +197,7 @@ class Grants:
         if is_received_whole or not grant.partial_layers.begin(page, layer, positions):
             raise WriteRefused(f"{what} were written before")
         grant.incomplete_pages[page] |= layer_mask(layers)
-        self._pool.hold(page)
+        self._pool.holds.add(page)
         return view
 
     def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
@@ -215,11 +215,11 @@ class Grants:
             return [], lambda: None
         pages = list(self._find(grant_id).incomplete_pages)
         for page in pages:
-            self._pool.hold(page)
+            self._pool.holds.add(page)
 
         def on_closed() -> None:
             for page in pages:
-                self._pool.unhold(page)
+                self._pool.holds.remove(page)
 
         block_bytes = self._segment.layout.block_bytes
         return [(page, Range(self._segment.page_offset(page), block_bytes)) for page in pages], on_closed
@@ -230,18 +230,18 @@ class Grants:
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         grant = self._open.get(grant_id)
         if grant is None:
-            self._pool.unhold(entry.page)
+            self._pool.holds.remove(entry.page)
             raise WriteRefused("the grant was revoked while this write was being received")
         layers, checksums = self._positions(entry), entry.checksums
         if heads is not None:
             layout = self._segment.layout
             if not grant.partial_layers.complete(entry.page, layers.start, layout.head_positions(heads)):
-                self._pool.unhold(entry.page)
+                self._pool.holds.remove(entry.page)
                 return False
             checksums = layer_checksums(self._segment.layers_view(entry.page, layers), layout.layer_bytes)
         block = grant.reservation.by_page[entry.page]
         self._pool.record_arrival(grant.reservation, block, layers, checksums)
-        self._pool.unhold(entry.page)
+        self._pool.holds.remove(entry.page)
         grant.incomplete_pages[entry.page] &= ~layer_mask(layers)
         if self._pool.is_complete(block):
             del grant.incomplete_pages[entry.page]
@@ -256,7 +256,7 @@ class Grants:
                 entry.page, layers.start, layout.head_positions(heads)
             ):
                 grant.incomplete_pages[entry.page] &= ~layer_mask(layers)
-        self._pool.unhold(entry.page)
+        self._pool.holds.remove(entry.page)
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         grant = self._open.get(grant_id)
@@ -307,11 +307,11 @@ class Grants:
 
         def on_quiet() -> None:
             for page in grant.pages:
-                self._pool.unhold(page)
+                self._pool.holds.remove(page)
 
         if not self._copy_table.close(grant.grant_id, on_quiet):
             for page in grant.pages:
-                self._pool.hold(page)
+                self._pool.holds.add(page)
 
     def _finish_if_complete(self, grant: _OpenGrant) -> None:
         if not grant.incomplete_pages:

@@ -199,7 +199,7 @@ class Send:
                 entries = [entry for r in ranges for entry in self._part_entries(r, self._heads)]
             num_bytes = sum(len(r.layers) for r in ranges) * self._layer_bytes
             for r in ranges:
-                self._pool.hold(r.page)
+                self._pool.holds.add(r.page)
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
     def _take_ready(self, frame_bytes: int) -> list[_Range]:
@@ -262,7 +262,7 @@ class Send:
                 checksums = self._pool.table.checksums(page, r.layers)
                 if not self._segment.is_intact(page, r.layers, checksums):
                     self._drop(page)
-            self._pool.unhold(page)
+            self._pool.holds.remove(page)
 
     def _drop(self, page: int) -> None:
         log.error("page %d is damaged, its block is dropped", page)

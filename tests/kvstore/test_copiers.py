@@ -109,7 +109,7 @@ async def test_pages_of_an_earlier_life_are_free_when_the_copy_to_them_has_ended
         else:
             copier.kill()
         await until(lambda: table.state(granted.page) is PageState.FREE)
-        assert store.pool.former_writers == [PageWriter(os.getpid(), 0)]
+        assert store.pool.holds.former_writers == [PageWriter(os.getpid(), 0)]
         assert table.count()[PageState.QUARANTINED] == 1
         assert store.pool.check_integrity() is None
 

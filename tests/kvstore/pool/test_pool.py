@@ -173,12 +173,12 @@ def test_page_that_a_peer_was_copying_to_is_nobodys_until_its_process_is_gone() 
     written = old.reserve(BOB, KEYS[1:2], 0, WRITER).blocks[0].page
     table.assign(copier)
     pool = Pool(table)
-    pool.keep_aside(copier)
+    pool.holds.keep_aside(copier)
     assert table.state(granted) is table.state(written) is PageState.QUARANTINED
-    pool.writer_gone(WRITER)
+    pool.holds.writer_gone(WRITER)
     assert table.state(written) is PageState.QUARANTINED
-    assert pool.former_writers == [copier]
-    pool.writer_gone(copier)
+    assert pool.holds.former_writers == [copier]
+    pool.holds.writer_gone(copier)
     assert table.state(granted) is table.state(written) is PageState.FREE
     assert pool.check_integrity() is None
 

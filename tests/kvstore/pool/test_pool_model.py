@@ -189,7 +189,7 @@ class PoolModel(RuleBasedStateMachine):
         pages = {page for page, _ in self.relied_on()} | set(self.in_dram.values())
         if pages:
             page = data.draw(st.sampled_from(sorted(pages)))
-            self.pool.hold(page)
+            self.pool.holds.add(page)
             self.holds.append(self.place(page))
 
     @precondition(lambda self: self.holds)
@@ -197,7 +197,7 @@ class PoolModel(RuleBasedStateMachine):
     def unhold(self, data: st.DataObject, used: bool) -> None:
         place = data.draw(st.sampled_from(self.holds))
         self.holds.remove(place)
-        self.pool.unhold(place[0], used=used)
+        self.pool.holds.remove(place[0], used=used)
 
     @rule(keys=keys_drawn, hard=st.booleans(), ttl_s=st.integers(1, 4))
     def pin(self, keys: list[BlockKey], hard: bool, ttl_s: int) -> None:
@@ -304,13 +304,13 @@ class PoolModel(RuleBasedStateMachine):
         for places in self.former.values():
             for page, _ in places:
                 assert self.table.state(page) is PageState.QUARANTINED
-        assert set(self.former) <= set(self.pool.former_writers)
+        assert set(self.former) <= set(self.pool.holds.former_writers)
 
     @rule(writer=st.sampled_from(list(WRITERS.values())))
     def writer_is_gone(self, writer: PageWriter) -> None:
         self.former.pop(writer, None)
-        self.pool.writer_gone(writer)
-        assert writer not in self.pool.former_writers
+        self.pool.holds.writer_gone(writer)
+        assert writer not in self.pool.holds.former_writers
 
     # -- always -----------------------------------------------------------------------------------
 

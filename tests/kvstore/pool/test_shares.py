@@ -132,7 +132,7 @@ def test_renewed_pages_are_their_tenants() -> None:
     reservation = pool.reserve(1, [key("a", 0), key("a", 1)], 0, tenant="a")
     old_pages = [block.page for block in reservation.blocks]
     for page in old_pages:
-        pool.hold(page)
+        pool.holds.add(page)
     pool.renew_pages(reservation, reservation.blocks)
     new_pages = [block.page for block in reservation.blocks]
     assert not set(new_pages) & set(old_pages)
@@ -141,7 +141,7 @@ def test_renewed_pages_are_their_tenants() -> None:
     assert pool.allocator.shares.num_pages_of("a") == 2, "the old ones are nobody's"
     pool.release(reservation.reservation_id)
     for page in old_pages:
-        pool.unhold(page)
+        pool.holds.remove(page)
     assert pool.check_integrity() is None
 
 

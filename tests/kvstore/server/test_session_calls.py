@@ -236,16 +236,16 @@ async def test_block_that_comes_to_a_page_after_a_damaged_one_was_found_there_is
         page = r.pool.find(key_of(1))
         assert page is not None
         r.store.segment.page_view(page)[0] ^= 1
-        unhold = r.pool.unhold
+        remove_hold = r.pool.holds.remove
 
-        def unhold_and_replace(page: int, *, used: bool = True) -> None:
-            unhold(page, used=used)
+        def remove_and_replace(page: int, *, used: bool = True) -> None:
+            remove_hold(page, used=used)
             monkeypatch.undo()
             reservation = r.pool.reserve(1, [key_of(2)], 0)
             r.pool.record_arrival(reservation, reservation.blocks[0], range(3), checksums_of(key_of(2)))
             r.pool.release(reservation.reservation_id)
 
-        monkeypatch.setattr(r.pool, "unhold", unhold_and_replace)
+        monkeypatch.setattr(r.pool.holds, "remove", remove_and_replace)
         assert await verify_block(r.store, key_of(1)) is False
         assert r.pool.find(key_of(2)) == page
 
