@@ -22,6 +22,7 @@ from typing import Any
 
 from messenger.paths.throughput import TransferCounters
 from messenger.sender.lane import Lane
+from messenger.sender.open_transfers import OpenTransfers
 from messenger.sender.queues import BULK_WAITS_S, Queues
 from messenger.sender.requests import (
     FetchRequest,
@@ -34,8 +35,7 @@ from messenger.sender.requests import (
 )
 from messenger.sender.transfer import RequestResult, Transfer
 from messenger.transport.transports import Path, Traffic, Transport
-from messenger.wire.messages import Abandon, Close, Fetch, Open, brief
-from messenger.wire.protocol import NOT_URGENT_S
+from messenger.wire.messages import Abandon, Fetch, Open, brief
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 
@@ -76,11 +76,7 @@ class OutgoingSession:
         self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
         self._queues: Queues[Lane] = Queues()
         self._limits = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
-        self._transfers: dict[int, Transfer] = {}
-        self._delayed_closes: dict[int, Close] = {}
-        """`Close` messages of ended transfers that still have bytes in flight beside the connections."""
-        self._announcement: asyncio.TimerHandle | None = None
-        """Timer after which the peer hears of transfers that have not written yet."""
+        self._transfers = OpenTransfers(self._lanes)
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
         self._bulk_timer: asyncio.TimerHandle | None = None
@@ -119,7 +115,7 @@ class OutgoingSession:
     @property
     def is_idle(self) -> bool:
         """Whether no transfer or request uses the session now."""
-        return not self._transfers and not self.throughput.pending_bytes
+        return not self._transfers.are_any and not self.throughput.pending_bytes
 
     # -- what is asked of the peer ----------------------------------------------------------------
 
@@ -145,45 +141,11 @@ class OutgoingSession:
         """Record the beginning of a transfer. Raises TransferError if the session has ended."""
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
-        self._transfers[transfer.opening.transfer_id] = transfer
-        if self._announcement is None:
-            self._announcement = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._announce)
+        self._transfers.begun(transfer)
 
     def transfer_ended(self, transfer: Transfer, reason: str | None) -> None:
         """Record the end of a transfer. `reason`: why it was given up; None if it is complete."""
-        transfer_id = transfer.opening.transfer_id
-        self._transfers.pop(transfer_id, None)
-        for lane in self._lanes:
-            lane.forget(transfer_id)
-        if self._lanes and (transfer.is_announced or reason is not None):
-            # A peer that does not know the transfer gets its `Open` too: the grant must fail for this reason.
-            self._announce_one(transfer)
-            self._send_close(Close(transfer_id, None if reason is None else brief(reason)))
-
-    def _send_close(self, close: Close) -> None:
-        """Send a `Close` once no byte of the transfer is in flight beside the connections.
-
-        On a `Close` the peer closes its pages. A write to closed pages would break the queue pair for all
-        transfers.
-        """
-        if any(lane.is_writing(close.transfer_id) for lane in self._lanes):
-            self._delayed_closes[close.transfer_id] = close
-        elif self._lanes:
-            self._lanes[0].post(close, may_wait=close.reason is None)
-
-    def _announce(self) -> None:
-        """Tell the peer of transfers that have not written yet.
-
-        From then on the loss of this session fails the grants of these transfers.
-        """
-        self._announcement = None
-        for transfer in self._transfers.values():
-            self._announce_one(transfer)
-
-    def _announce_one(self, transfer: Transfer) -> None:
-        if self._lanes and not transfer.is_announced:
-            transfer.is_announced = True
-            self._lanes[0].post(transfer.opening)
+        self._transfers.ended(transfer, reason)
 
     async def fetch(
         self,
@@ -315,12 +277,7 @@ class OutgoingSession:
         self._lost_lanes.append(lane.number)
         for other in self._lanes:
             other.post(Abandon(lane.number))
-        for transfer in self._transfers.values():
-            self._lanes[0].post(transfer.opening)
-        for close in lane.take_closes():
-            self._lanes[0].post(close)
-        for transfer_id in list(self._delayed_closes):
-            self.written(transfer_id)
+        self._transfers.lane_lost(lane)
         for request in reversed(unanswered):
             request.num_lanes_lost += 1
             if request.num_lanes_lost < _MOST_LANES_LOST and request is not lane.refused:
@@ -351,9 +308,7 @@ class OutgoingSession:
 
     def _close(self, reason: str, unanswered: list[LaneRequest]) -> None:
         self.closed_reason = reason
-        self._delayed_closes.clear()
-        for transfer in list(self._transfers.values()):
-            transfer.fail(reason)
+        self._transfers.fail_all(reason)
         for request in [*unanswered, *self._queues.take_all()]:
             request.fail(reason)
 
@@ -398,9 +353,7 @@ class OutgoingSession:
             if not request.is_wanted():
                 request.fail("not wanted any more")
                 return False
-            transfer = self._transfers.get(request.write.transfer_id)
-            if transfer is not None:
-                transfer.is_announced = True
+            self._transfers.announced(request.write.transfer_id)
         return True
 
     def should_yield(self) -> bool:
@@ -421,11 +374,7 @@ class OutgoingSession:
         log.warning("a block that %s sent did not match its checksums", self.name)
 
     def ended(self, transfer_id: int, reason: str) -> None:
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
-            transfer.fail(f"{self.name} ended the transfer: {reason}")
+        self._transfers.fail(transfer_id, f"{self.name} ended the transfer: {reason}")
 
     def written(self, transfer_id: int) -> None:
-        close = self._delayed_closes.pop(transfer_id, None)
-        if close is not None:
-            self._send_close(close)
+        self._transfers.written(transfer_id)
