@@ -6,7 +6,6 @@ decode; corrections of predictions. Does not know: how anything is decided, sock
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from conductor.view.estimators import (
 from conductor.view.forecast.forecast import forecast_of
 from conductor.view.instances import Instance
 from conductor.view.loads import Loads
+from conductor.view.measurements import PrefillPass, plain_iterations
 from conductor.view.placement import Placement
 from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
@@ -35,31 +35,11 @@ from mooncake.messages.costs import Costs, batch_share, prefill_quantities
 from mooncake.messages.heartbeats import DecodeStats, Heartbeat
 from mooncake.messages.workers import Role
 
-_SAME_PASS = 0.2
-"""The largest distance between the ends of two prefills of one pass, as a share of the predicted time."""
 COSTS_HOLD_S = 30.0
 """Seconds without a measured iteration after which a decode instance's costs are stale.
 
 An idle instance with stale costs is assumed to be as quick as the quickest of its kind.
 """
-
-
-class _Computed(NamedTuple):
-    """The prefills of one pass of one instance, measured together."""
-
-    num_new_tokens: float
-    num_pairs: float
-    seconds: float
-    ended_s: float
-
-    def with_another(self, other: "_Computed") -> "_Computed":
-        """Return the sum with a prefill that ended later."""
-        return _Computed(
-            self.num_new_tokens + other.num_new_tokens,
-            self.num_pairs + other.num_pairs,
-            self.seconds + other.seconds,
-            other.ended_s,
-        )
 
 
 @dataclass(slots=True)
@@ -74,7 +54,7 @@ class _Occupant:
     has_stale_decode_costs: bool = False
     """Whether, at the newest heartbeat, `decode_checked_s` was more than `COSTS_HOLD_S` ago."""
     decode: DecodeStats = field(default_factory=DecodeStats)
-    computed: _Computed | None = None
+    computed: PrefillPass | None = None
 
 
 class ClusterView:
@@ -351,10 +331,10 @@ class ClusterView:
         num_new, num_pairs = prefill_quantities(num_tokens - num_cached_tokens, num_cached_tokens)
         occupant = self._occupants[slot]
         occupant.prefill_checked_s = now_s
-        before, occupant.computed = occupant.computed, _Computed(num_new, num_pairs, seconds, now_s)
+        before, occupant.computed = occupant.computed, PrefillPass(num_new, num_pairs, seconds, now_s)
         if before is not None:
             predicted_s = self.prefill_costs.predict_s(slot, num_new, num_pairs)
-            if now_s - before.ended_s < _SAME_PASS * predicted_s:
+            if before.is_that_of(now_s, predicted_s):
                 occupant.computed = before.with_another(occupant.computed)
             else:
                 self._learn_prefill(slot, before)
@@ -401,7 +381,7 @@ class ClusterView:
         """
         return self.loads.num_decoding_tokens.item(slot) / max(1.0, self.loads.num_decoding.item(slot))
 
-    def _learn_prefill(self, slot: int, computed: _Computed) -> None:
+    def _learn_prefill(self, slot: int, computed: PrefillPass) -> None:
         if computed.seconds > 0:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
@@ -410,15 +390,10 @@ class ClusterView:
 
         Iterations that also computed a chunk of a prompt do not count.
         """
-        occupant, loads = self._occupants[slot], self.loads
+        occupant = self._occupants[slot]
         before, occupant.decode = occupant.decode, decode
-        mixed, mixed_before = decode.mixed, before.mixed
-        num_iterations = decode.num_iterations - before.num_iterations
-        num_iterations -= mixed.num_iterations - mixed_before.num_iterations
-        num_tokens = decode.num_tokens - before.num_tokens - mixed.num_tokens + mixed_before.num_tokens
-        seconds = decode.forward_s - before.forward_s - mixed.forward_s + mixed_before.forward_s
-        if min(num_iterations, num_tokens, seconds) > 0 and loads.num_decoding[slot] > 0:
-            batch_size = num_tokens / num_iterations
-            num_kv_tokens = batch_size * self._mean_decoding_tokens(slot)
-            self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_iterations)
+        plain = plain_iterations(before, decode)
+        if plain is not None and self.loads.num_decoding[slot] > 0:
+            num_kv_tokens = plain.batch_size * self._mean_decoding_tokens(slot)
+            self.decode_costs.learn(slot, plain.batch_size, num_kv_tokens, plain.iteration_s)
             occupant.decode_checked_s = now_s
