@@ -7,6 +7,7 @@ these peers is lost, all work of the session ends, and the worker begins the nex
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 from typing import TYPE_CHECKING
@@ -94,7 +95,9 @@ async def _serve_sessions(
                 end()
             log.warning("%s; all its work has ended, registering again", error)
             retry_s = FIRST_RETRY_S if session.is_registered else min(2 * retry_s, LONGEST_RETRY_S)
-            await asyncio.sleep(retry_s)
+        del session
+        gc.collect()  # its parts refer to each other, and have memory and connections
+        await asyncio.sleep(retry_s)
 
 
 if __name__ == "__main__":
