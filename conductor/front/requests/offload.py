@@ -29,7 +29,7 @@ from mooncake.errors import OverloadedError
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
-"""The most tasks that wait in a queue, of all tenants together and of one tenant."""
+"""The most tasks of one tenant that wait in a queue. `MAX_WAITING` limits those of all tenants together."""
 MAX_WAITING_BYTES, MAX_WAITING_BYTES_OF_TENANT = 64 << 20, 32 << 20
 """The most bytes of bodies that wait in a queue, of all tenants together and of one tenant.
 
@@ -38,7 +38,7 @@ One body of each tenant may always wait.
 _MAX_S = 120.0
 """Seconds after which a task is ended although it has not used up its processor time.
 
-Such a task must hang: even on a busy machine, a task that computes reaches that limit far sooner.
+Such a task must hang: even on a busy machine, a task that computes uses up its processor time far sooner.
 """
 _FORK_S = 30.0
 """Seconds that the first process may take to fork another one. If it takes longer, it hangs or is stopped."""

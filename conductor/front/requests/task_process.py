@@ -25,7 +25,7 @@ from mooncake.errors import MooncakeError, RequestError
 
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
-"""The most processor seconds, and bytes of new memory, that one task may take."""
+"""The most bytes of new memory that one task may take, in at most `_MAX_CPU_S` processor seconds."""
 _NICE = 10
 """The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 SIZE = struct.Struct("<Q")
