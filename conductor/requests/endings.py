@@ -54,7 +54,7 @@ class Endings:
         return Effect(front, Rejected(request_id, reason, reason.status, message, retry_after_s))
 
     def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
-        """Reject with HTTP 429 a request that would miss an SLO (Algorithm 1, line 26)."""
+        """Reject a request that would miss an SLO (Algorithm 1, line 26), with HTTP 429."""
         self._admission.learn_rejection(tracked.request, rejection, now_s)
         return self.reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
 

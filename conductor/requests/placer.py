@@ -69,7 +69,7 @@ class Placer:
     def place(self, tracked: TrackedRequest, now_s: float, *, may_preempt: bool = True) -> list[Effect]:
         """Place the request on a pair, let it wait, or reject it.
 
-        Without effects the request waits: in state WAITING for a pair with room, or QUEUED for load to fall.
+        If there are no effects, the request waits: WAITING for a pair with room, or QUEUED for load to fall.
         """
         placement = self._schedule(tracked, now_s)
         if placement is None:
@@ -321,7 +321,7 @@ class Placer:
         return effects + self._place_all(others, now_s)
 
     def _preempt_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
-        """Place requests of lower classes again that have become late because `tracked` goes before them."""
+        """Place again the requests of lower classes that are late now, as `tracked` goes before them."""
         if not self._requests.view.loads.has_several_priorities:
             return []
         late = []

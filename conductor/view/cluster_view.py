@@ -90,7 +90,7 @@ class ClusterView:
         self.transfers = TransferEstimator()
         self.utilisation = Utilisation()
         self.full_batch_token_s = 0.0
-        """Seconds of a decode instance for one token of one request in a full batch; 0 while unknown."""
+        """Seconds of a decode instance for each token that it draws in a full batch; 0 while unknown."""
         self.balancing = BalancingThreshold(settings.kvcache_balancing_threshold)
         self.forecast = forecast_of(settings.overload)
         self._pairs_ttft_correction, self._inlined_ttft_correction = TTFTCorrection(), TTFTCorrection()
@@ -322,8 +322,8 @@ class ClusterView:
     ) -> None:
         """Learn the costs of a prefill that has ended.
 
-        `seconds` is the time that it took, from its order, or from the end of the instance's previous prefill
-        if that was later (`Loads.end_prefill`), without the predicted time beside it.
+        `seconds` counts from the prompt's order, or from the end of the instance's previous prefill if that
+        was later (`Loads.end_prefill`). The predicted time of other requests' iterations is left out.
 
         Prefills of one pass end together and are learned as one. So the latest prefill is learned only when
         the instance has no other ordered prompt, or when a prefill of another pass has ended.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mooncake.messages.heartbeats import DecodeStats
 
 _SAME_PASS = 0.2
-"""The largest distance between the ends of two prefills of one pass, as a share of the predicted time."""
+"""The most time between the ends of two prefills of one pass, as a share of the predicted prefill time."""
 
 
 class PrefillPass(NamedTuple):

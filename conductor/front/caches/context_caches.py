@@ -94,7 +94,7 @@ class ContextCache:
 class CacheUse:
     """The use of a cache by the prompts of one HTTP request.
 
-    `num_shared` has for each prompt the number of its leading tokens that are also the cache's.
+    `num_shared` has the length in tokens of each prompt's common prefix with the cache.
     """
 
     def __init__(self, cache: ContextCache, num_shared: Sequence[int]) -> None:

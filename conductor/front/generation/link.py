@@ -54,8 +54,8 @@ CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
 """The number of unanswered heartbeats beyond which the Conductor counts as gone.
 
-Heartbeats are counted, not seconds: for a front that was stopped for a while, many seconds have passed, but
-unread answers may wait.
+Heartbeats are counted, not seconds: when a front goes on after a stop, many seconds have passed, but answers
+may have arrived that it has not read.
 """
 MAX_BEATS_FOR_LAST_TOKENS = 3
 """The number of heartbeats for which the missing tokens of a request are awaited.
@@ -63,7 +63,7 @@ MAX_BEATS_FOR_LAST_TOKENS = 3
 They count from the Conductor's report that all tokens were sent, or that it does not know the request.
 """
 _MAX_UNREAD = 64
-"""Messages that the Conductor may have unread before new requests wait. It reads so many in some 10 ms."""
+"""The most messages unread by the Conductor before new requests wait. Reading them takes some 10 ms."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """The most outputs of workers that are handled in one turn of the event loop."""
 
@@ -285,7 +285,7 @@ class Link:
                 self._wait_for_less(request_id, reception)
 
     def _wait_for_less(self, request_id: str, reception: Reception) -> None:
-        """Count a heartbeat without a request's missing tokens; end the request after too many heartbeats."""
+        """Count a heartbeat at which a request's tokens are still missing; end the request after too many."""
         reception.num_silent_beats += 1
         if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
             self._end(request_id, reception.what_is_missing)

@@ -168,8 +168,7 @@ class Connection(asyncio.Protocol):
         self._read_on()
 
     def resume_reading(self) -> None:
-        """Resume reading, unless received bytes wait for the parser, or too many of them for the
-        application."""
+        """Resume reading, unless bytes wait for the parser, or too many parsed bytes for the application."""
         waits = self._parser.num_unread_bytes or (
             self._arriving is not None and self._arriving.num_unread_bytes > _MAX_BUFFERED_BYTES
         )
