@@ -211,7 +211,7 @@ def _attend_tile_hopper(
     HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_KEYS: gl.constexpr, STAGES: gl.constexpr,
     SPAN_FIELDS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention for one span with tokens and one KV head. `scale` includes LOG2_E."""
+    """Compute attention for one KV head and one span, which has tokens. `scale` includes LOG2_E."""
     span, kv_head = gl.program_id(0), gl.program_id(1)
     row = gl.load(spans + span * SPAN_FIELDS)
     num_tokens = gl.load(spans + span * SPAN_FIELDS + 1).to(gl.int32)

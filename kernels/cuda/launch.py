@@ -1,4 +1,4 @@
-"""The common part of all launches: checks of the tensors that a kernel reads by address, and the device.
+"""The common part of all launches: the check of tensors before a kernel reads them, the choice of the GPU.
 
 Owns: the checks, the choice of the device. Does not know: kernels. Numbers inside tensors (pages, rows) are
 not read: that would wait for the device.

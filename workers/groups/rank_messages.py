@@ -73,7 +73,7 @@ class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
     """The order to copy the sequence's first blocks to device pages.
 
-    They come from the copy of `SaveToHost` if there is one, else from the pool.
+    The blocks come from host memory if `SaveToHost` has copied them there, else from the pool.
     """
 
     number: int

@@ -209,7 +209,7 @@ class Copiers:
 class CudaCopies:
     """Copies between a GPU and the pool's segment, through pinned memory, on a stream for each direction.
 
-    A call waits for its own copies only; streams wait for each other by events.
+    A call waits for its own copies only. Events make one stream wait for another where necessary.
     """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:

@@ -222,7 +222,7 @@ class Iterations:
         Their remaining layers are computed when it has answered.
         """
         self._num_idle_calls = 0
-        """The number of calls that run or wait on the device thread and have taken no iteration yet."""
+        """The number of calls that are queued or run on the device thread, and have no iteration yet."""
         self._calls: deque[Future[Iteration | None]] = deque()
 
     def receive(self) -> list[Iteration]:

@@ -162,7 +162,8 @@ class KVCacheMove:
 class _HeadPages(NamedTuple):
     """One head's pages of one layer, `[num_pages, 2, page_size, head_dim]`.
 
-    If `is_staged`, the tensor is memory for some of a remote helper's pages.
+    If `is_staged`, a helper on another host has the pages. The tensor is then the memory of this host through
+    which these pages are copied, some at a time.
     """
 
     tensor: torch.Tensor

@@ -109,7 +109,7 @@ class DeviceKVCache:
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers]
 
     def take_memory_beside(self) -> None:
-        """Call `take_memory` on a thread of its own, for which the end of the process waits a moment."""
+        """Call `take_memory` on a thread of its own. A process that ends waits a moment for this thread."""
         # Not a daemon: calls of torch that end after the interpreter abort the process.
         threading.Thread(target=self.take_memory, name="kvcache-memory").start()
 
@@ -194,7 +194,7 @@ class DeviceKVCache:
             first = end
 
     def _heads_of(self, layer: int) -> list[PagesOfLayer]:
-        """Return the pages of a layer: all heads together, or those here and those that are moved."""
+        """Return the pages of a layer: of all heads, or of the heads here and the moved heads separately."""
         first = 0 if self.hosted is None else self.hosted.layers.start
         remote = None if self.hosted is None else self.hosted.remote
         heads_of = [PagesOfLayer(self.layer(layer), remote, layer - first)]
