@@ -147,8 +147,8 @@ class Stage:
     async def admit(self, job: PrefillJob) -> None:
         """Allocate the prompt's memory, in all stages at the same time.
 
-        Blocks that the stage's pool has are sent to the decode side at once, other layers when they are
-        committed.
+        Blocks that the stage's pool has are sent to the decode side at once. Layers of other blocks are sent
+        when they are committed.
 
         Several stages admit prompts one after the other in the same order, so no two prompts wait for each
         other's memory. Within one stage all prompts get pool pages first, and then device pages; in a
@@ -263,7 +263,7 @@ class Stage:
     async def _allocate(self, num_pages: int) -> list[int]:
         """Return device pages, waiting until other prompts release theirs.
 
-        Raises OutOfPages if there are too few when no other prompt has any.
+        Raises OutOfPages if no other prompt has pages, and there are still too few.
         """
         kv = self._executor.kv
         while kv.pages.num_free < num_pages and any(job.device_pages for job in self.jobs.values()):

@@ -26,8 +26,8 @@ _by_rank = attrgetter("rank")
 class FullPage(NamedTuple):
     """A device page that is full of tokens, with the block of a sequence that it holds.
 
-    When the page goes to another sequence, it counts as another `FullPage`. The same is true when its
-    sequence has left the device and come back: `stay` counts how often the sequence had left before.
+    `stay` counts how often the sequence had left the device before. So the page counts as another `FullPage`
+    when it goes to another sequence, and when its sequence leaves the device and gets it again.
     """
 
     sequence: int
@@ -66,7 +66,7 @@ class DecodeBatch:
         return self._running
 
     def check_loans(self, sequence: Sequence) -> None:
-        """Check that there are pages for a sequence's longest output beside those that are lent.
+        """Check that the pages lent to other instances leave enough pages for a sequence's longest output.
 
         Raises NoRoomError.
         """
@@ -248,8 +248,9 @@ class DecodeBatch:
     def _make_room(self, sequence: Sequence) -> int:
         """Preempt one sequence, perhaps `sequence` itself, so that `sequence` can grow.
 
-        It is the newest sequence that yields to `sequence` or, if none yields, the newest one to which
-        `sequence` does not yield. Returns the number of pages that become free here, not at a helper.
+        The newest sequence that yields to `sequence` is preempted. If none yields, the newest sequence that
+        could not preempt `sequence` is preempted; this may be `sequence` itself. Returns the number of pages
+        that become free here, not at a helper.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
@@ -268,7 +269,7 @@ class DecodeBatch:
         return self._num_own_pages([last])
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Return whether a sequence that is alone has enough device pages, perhaps some at a helper."""
+        """Return whether the device pages here and at a helper are enough for a sequence that is alone."""
         return sequence.num_pages_needed(self._page_size) <= self._most_pages(sequence)
 
     def _most_pages(self, sequence: Sequence) -> int:
@@ -314,8 +315,8 @@ class DecodeBatch:
     def _first_waiting(self) -> Sequence:
         """Return the next sequence to admit.
 
-        Among waiting sequences with the priority of the first one, it is that of the tenant and answer with
-        the smallest share.
+        The first waiting sequence sets the priority. Of the waiting sequences with this priority, the one
+        whose tenant and answer have the smallest shares of the batch is next.
         """
         if len(self._waiting) == 1:
             return self._waiting[0]

@@ -14,7 +14,10 @@ from workers.engine.kvcache.page_allocator import PageAllocator
 _LEAST_DIVIDED = 4
 """The fewest full pages of a running sequence that are worth a pause between two iterations."""
 _DIVIDED_AGAIN = 16
-"""The number of pages that are worth a pause in which sequences are divided again, however many run."""
+"""The number of movable pages that is always worth a second division, and its pause.
+
+If fewer sequences run, one movable page for each of them is enough.
+"""
 
 
 class Division(NamedTuple):
@@ -43,9 +46,9 @@ def begin_division(
     The caller copies the pages, then calls `end_division`. `drop_division` gives divisions up. Sequences that
     are being stored keep their pages.
 
-    With `again`, while each running sequence has a free page here to grow into, nothing moves unless at least
-    `_DIVIDED_AGAIN` pages, or one for each running sequence, can go. A division pauses all sequences, and so
-    few pages would soon be filled.
+    `again` says whether sequences have been divided before. If so, and if this instance has a free page for
+    each running sequence, few pages do not move: a division pauses all sequences, and a few freed pages would
+    soon be filled. Pages are few if there are fewer than `_DIVIDED_AGAIN`, and fewer than running sequences.
     """
     num_running, num_going = len(running), 0
     chosen = list[tuple[Sequence, int, int]]()
