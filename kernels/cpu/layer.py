@@ -2,8 +2,8 @@
 
 The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, products for queries, keys and
 values, rotation and page write, attention, product, norm, gated products, product, with both residuals. All
-layers of a pass are one call: thirty layers of nine calls each would cost Python 1.4 ms a step, a fifth of a
-decode step of a small model, and might wait between two calls for threads that hold the interpreter. The
+layers of a pass are one call. With nine calls for each of thirty layers, Python would take 1.4 ms a step, a
+fifth of a decode step of a small model, and might wait between two calls for the interpreter's lock. The
 halves of a layer, attention and MLP, can be called alone, without their residuals: a tensor-parallel group,
 in which each rank has its own heads and columns, adds up the ranks' results.
 

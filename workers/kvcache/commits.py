@@ -37,7 +37,7 @@ class Commits:
         """Checksums of the pages, by layer from `_first_layer` on."""
 
     def stored(self, layer: int, pages: Sequence[int], checksums: list[int]) -> None:
-        """Record that `layer` of `pages` is in the pool. The last layer commits everything uncommitted."""
+        """Record that `layer` of `pages` is in the pool. The last layer commits all waiting layers."""
         if layer != self._first_layer + len(self._waiting) or list(pages) != self._pages:
             self._flush()
             self._first_layer, self._pages = layer, list(pages)

@@ -1,9 +1,9 @@
 """The blocks in vLLM's own prefix cache, known from its KV events (version 0.32).
 
-vLLM names blocks by hashes of its own. The key that our requests have for a block is computed again, from the
+vLLM names blocks by hashes of its own. The key by which our requests find a block is computed here, from the
 block's tokens and the key of the previous block. A prompt's first block has the root key in place of the
-previous key: `completion_body` salts each prompt with it. A block whose key cannot be computed is left out,
-at the cost of a hit.
+previous key: `completion_body` salts each prompt with it. A block whose key cannot be computed is left out, so
+the Conductor does not know that vLLM has it.
 
 Owns: vLLM's event structs, the order of batches, the key of each hash. Does not know: sockets.
 """
