@@ -2,8 +2,8 @@
 
 vLLM names blocks by hashes of its own. The key by which our requests find a block is computed here, from the
 block's tokens and the key of the previous block. A prompt's first block has the root key in place of the
-previous key: `completion_body` salts each prompt with it. A block whose key cannot be computed is left out, so
-the Conductor does not know that vLLM has it.
+previous key: `completion_body` salts each prompt with it. A block whose key cannot be computed is left out:
+then the Conductor does not know that vLLM has it.
 
 Owns: vLLM's event structs, the order of batches, the key of each hash. Does not know: sockets.
 """
