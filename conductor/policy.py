@@ -41,6 +41,7 @@ from conductor.view.placement import why_too_large
 from conductor.view.rejection import Reason
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
+    Accepted,
     Cancel,
     Continue,
     DropContext,
@@ -275,10 +276,14 @@ class Conductor:
         reason = self._reason_to_reject(tracked, submit.claim, now_s)
         if reason is not None:
             return [self._endings.tell_rejected(sender, tracked.request_id, *reason)]
-        making_room = self._room_for(tracked, now_s)
+        is_announced = self._requests.running.take_announced(tracked)
+        making_room = [] if is_announced else self._room_for(tracked, submit.num_choices, now_s)
         if making_room is None:
             self.elasticity.submitted(tracked, now_s)
-            message = f"{self.num_open} requests are running, the limit is {self.limits.max_running_requests}"
+            num_running, most = self._requests.running.number, self.limits.max_running_requests
+            message = f"{num_running} requests are running, the limit is {most}"
+            if submit.num_choices > 1:
+                message += f", and the answer has {submit.num_choices} choices"
             return [self._endings.tell_rejected(sender, tracked.request_id, Reason.TOO_MANY, message)]
         self._fronts.seen(sender, now_s)
         if submit.claim is not None:
@@ -288,21 +293,24 @@ class Conductor:
             self.replication.note(submit.request.block_keys)
         effects = making_room + self._placer.submit(tracked, now_s)
         self.elasticity.submitted(tracked, now_s)
+        if submit.num_choices > 1 and tracked.request_id in self.requests:
+            if not making_room:  # else each further choice makes room for itself
+                self._requests.running.announce(tracked, submit.num_choices - 1)
+            effects.append(Effect(sender, Accepted(tracked.request_id)))
         return effects
 
-    def _room_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
+    def _room_for(self, tracked: TrackedRequest, num_choices: int, now_s: float) -> list[Effect] | None:
         """Return the messages that make room for a new request; None if the new request must be rejected.
 
-        If `max_running_requests` are running, another request may be rejected in favour of the new one. If
-        no other request may be rejected, the new one is accepted only if its tenant is within an equal part
-        of the limit. So at most `max_running_requests` times 1 + 1/2 + 1/3 ... requests are running, with a
-        term for each tenant.
+        If `num_choices` more requests would exceed `max_running_requests`, another request may be rejected in
+        favour of the new one. If no other request may be rejected, the new one is accepted only if all its
+        answer's choices leave its tenant within an equal part of the limit. So at most `max_running_requests`
+        times 1 + 1/2 + 1/3 ... requests are running, with a term for each tenant.
         """
-        if self.num_open < self.limits.max_running_requests:
+        if self._requests.running.are_within_limit(num_choices):
             return []
         rejected = self._placer.reject_for(tracked, now_s)
-        most, tenant = self.limits.max_running_requests, tracked.request.tenant
-        if rejected or self._requests.tenants.is_within_equal_part(tenant, most):
+        if rejected or self._requests.running.are_within_equal_part(tracked.request.tenant, num_choices):
             return rejected
         return None
 
@@ -324,7 +332,7 @@ class Conductor:
             return Reason.TOO_LARGE, too_large, None
         tenant = tracked.request.tenant
         if claim is not None:
-            num_elsewhere = self._requests.tenants.num_elsewhere(tenant, tracked.front)
+            num_elsewhere = self._requests.running.num_elsewhere(tenant, tracked.front)
             if (beyond := self.quotas.rejection(tenant, claim, num_elsewhere, now_s)) is not None:
                 return beyond
         return None

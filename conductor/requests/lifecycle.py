@@ -135,6 +135,9 @@ class TrackedRequest:
     """The time of the latest refusal of a migration by each life of an instance."""
     num_charged_tokens: int = 0
     """Tokens charged to the tenant's quota when the request was accepted."""
+    num_announced: int = 0
+    """The further choices of the request's answer that may still come without a check of the limit of running
+    requests."""
     num_unlisted: int = 0
     """Consecutive heartbeats of the request's front that did not name the request."""
 

@@ -10,8 +10,8 @@ from conductor.admission.quotas import Quotas
 from conductor.effects import Effect
 from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import Migration, MigrationStep
+from conductor.requests.running import RunningRequests
 from conductor.requests.suspicion import Suspicion
-from conductor.requests.tenant_counts import TenantCounts
 from conductor.settings import Limits, PolicySettings, SLOs
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
@@ -52,7 +52,7 @@ class Requests:
         """The number of times that a request has left instances."""
         self._assignments = Assignments(view, settings, self.stats)
         self._has_double_check = settings.has_double_check
-        self.tenants = TenantCounts()
+        self.running = RunningRequests(limits.max_running_requests)
         self.quotas = Quotas()
         self._num_migrations: Counter[bytes] = Counter()
         """The number of migrations in progress from and to each instance.
@@ -121,7 +121,7 @@ class Requests:
     def accept(self, tracked: TrackedRequest) -> None:
         """Add the request to the accepted requests."""
         self.by_id[tracked.request_id] = tracked
-        self.tenants.add(tracked.request.tenant, tracked.front)
+        self.running.begin(tracked)
 
     def enqueue(self, tracked: TrackedRequest) -> None:
         """Add a WAITING request to the admission queue. Idempotent."""
@@ -364,7 +364,7 @@ class Requests:
         tracked.move_to(state)
         del self.by_id[tracked.request_id]
         self.admission_queue.pop(tracked.request_id, None)
-        self.tenants.remove(tracked.request.tenant, tracked.front)
+        self.running.end(tracked)
         if state is RequestState.REJECTED:
             self.quotas.refund(tracked.request.tenant, tracked.num_charged_tokens)
         self.suspicion.request_ended(tracked.request_id, has_finished=state is RequestState.FINISHED)

@@ -36,14 +36,19 @@ class QuotaClaim(msgspec.Struct, frozen=True):
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """The submission of a request.
 
-    Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`.
+    Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`. Before these, the first
+    choice of several is answered by `Accepted`.
 
     `claim` is the claim of the whole answer, and comes with its first choice; None if the tenant has no
     limits.
+
+    `num_choices` is the number of the answer's choices, in the message of the first choice; 1 in the
+    messages of further choices.
     """
 
     request: Request
     claim: QuotaClaim | None = None
+    num_choices: PositiveCount = 1
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
@@ -168,6 +173,15 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     """The version that both sides speak. A Conductor of release 27 does not send it, hence the default."""
 
 
+class Accepted(msgspec.Struct, tag=True, frozen=True):
+    """The report that the first of several choices was not rejected, so that the front submits the others.
+
+    An answer that is rejected costs one message this way, however many choices it has.
+    """
+
+    request_id: str
+
+
 class Rejected(msgspec.Struct, tag=True, frozen=True):
     """The rejection of a request before any token.
 
@@ -247,6 +261,7 @@ FromFront = (
 ToFront = (
     ClusterState
     | RegisterRefused
+    | Accepted
     | Rejected
     | Failed
     | Interrupted

@@ -35,6 +35,8 @@ NEW = {
     "Failed.is_refused": "An older front answers 500, as it did before.",
     "WorkFailed.param": "An older Conductor passes on no name of a field.",
     "Failed.param": "An older front names no field in its answer.",
+    "Submit.num_choices": "An older Conductor takes each choice by itself. It gets all choices at once.",
+    "Accepted": "It answers `Submit.num_choices` above 1, which only newer fronts send.",
     "Candidate.fit": "An older Conductor stands by unchecked, as it did before.",
 }
 """Messages, fields and values that the last release does not know, and why it is right that it ignores the

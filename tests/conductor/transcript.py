@@ -19,7 +19,9 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
     decoded INSTANCE iterations=N tokens=N seconds=T    totals of its decoding so far
     load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
-    submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
+    submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T] [answer=A] [choices=N]
+                               a choice of the answer A; the first one tells how many choices it has
+    cancel R
     reserved R [held=N]    prefilled R [cached=N]    finished R tokens=N [at=INSTANCE]
     refused R [batch=N]    failed R            continue R output=N
     migrate R [to=INSTANCE]                    somebody asks for it
@@ -52,6 +54,7 @@ from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
+    Accepted,
     Cancel,
     ClusterState,
     Continue,
@@ -343,6 +346,8 @@ class Transcript:
         priority: str = "0",
         slo: str = "",
         tenant: str = "",
+        answer: str = "",
+        choices: str = "1",
     ) -> list[str]:
         num_tokens = int(tokens)
         name, _, num_shared = prompt.partition(":")
@@ -358,9 +363,11 @@ class Transcript:
             priority=int(priority),
             slo_class=slo,
             tenant=tenant,
+            answer_id=answer,
         )
         self._submitted[request_id] = request
-        return self._shown(self.conductor.handle(FRONT, Submit(request), self.now_s))
+        submit = Submit(request, num_choices=int(choices))
+        return self._shown(self.conductor.handle(FRONT, submit, self.now_s))
 
     def _do_cancel(self, request_id: str) -> list[str]:
         return self._shown(self.conductor.handle(FRONT, Cancel(request_id), self.now_s))
@@ -503,6 +510,8 @@ class Transcript:
                 return f"decode {ref.request_id}#{ref.attempt}"
             case Abort(ref):
                 return f"abort {ref.request_id}#{ref.attempt}"
+            case Accepted(request_id):
+                return f"accepted {request_id}"
             case Rejected(request_id, _, status, message, retry_after_s):
                 retry = "" if retry_after_s is None else f", retry after {retry_after_s:.3g} s"
                 return f"rejected {request_id} {status}{retry}: {message}"

@@ -5,6 +5,7 @@ not know: HTTP, the answer's format, where the tokens come from.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import msgspec
 
 from conductor.front.generation.http_span import HttpSpan
 from conductor.front.generation.link import Link
-from conductor.front.generation.reception import Event, Lost, Receive, Received
+from conductor.front.generation.reception import Lost, Receive, Received
 from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.generation.text import TextStream
@@ -21,6 +22,7 @@ from conductor.front.metrics import Metrics
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.validation import Job
 from mooncake.errors import OverloadedError
+from mooncake.messages.fronts import QuotaClaim
 from mooncake.messages.requests import FinishReason, Request, SamplingParams, TokenLogprobs
 
 
@@ -87,14 +89,12 @@ class Generation:
         self._lost: Lost | None = None
         self._now = asyncio.get_running_loop().time
         context = None if span is None else span.context
-        self._choices = {
-            request.request_id: _Choice(index, request, _text_of(request.sampling, job, model))
-            for index, request in enumerate(job.requests(link.reply_to, context))
-        }
+        self._model = model
+        self._unsubmitted = deque(enumerate(job.requests(link.reply_to, context)))
+        """The choices that have not been submitted, with their indices, in order."""
         if span is not None:
             span.submitted(job)
         self._running: dict[str, _Choice] = {}
-        self._num_unsubmitted = len(self._choices)
         self._num_prompt_tokens = job.num_prompt_tokens
         self._num_cached: dict[int, int] = {}
         """The cached tokens of each prompt: the least number among the prompt's choices.
@@ -105,30 +105,45 @@ class Generation:
         self._is_closed = False
 
     async def begin(self, receive: Receive) -> None:
-        """Submit all choices. `receive` is called with their events. Raises RequestError.
+        """Submit the first choice. `receive` is called with the events of all choices. Raises RequestError.
+
+        The event `Accepted` asks for a call of `go_on`. If none will come, the further choices are submitted
+        at once.
 
         The generation must be closed (`aclosing`), even after an error, to cancel choices that still run.
         """
+        if not await self._submit(receive, self._job.claim, len(self._unsubmitted)):
+            await self.go_on(receive)
+
+    async def go_on(self, receive: Receive) -> None:
+        """Submit the further choices. Raises RequestError."""
         num_tokens = 0
-        for request_id, choice in self._choices.items():
-            num_tokens += len(choice.request.token_ids)
+        while self._unsubmitted:
+            num_more_tokens = len(self._unsubmitted[0][1].token_ids)
+            num_tokens += num_more_tokens
             if num_tokens > _MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)
-                num_tokens = len(choice.request.token_ids)
-            claim = self._job.claim if choice.index == 0 else None
-            await self._link.submit(choice.request, receive, claim)
-            self._running[request_id] = choice
-            if self._recorder is not None:
-                self._recorder.began(choice.request)
-            self._num_unsubmitted -= 1
-            self._metrics.choice_submitted()
+                num_tokens = num_more_tokens
+            await self._submit(receive)
+
+    async def _submit(self, receive: Receive, claim: QuotaClaim | None = None, num_choices: int = 1) -> bool:
+        """Submit the next choice, and return whether further ones must wait, as `Link.submit` does."""
+        index, request = self._unsubmitted[0]
+        must_wait = await self._link.submit(request, receive, claim, num_choices)
+        self._unsubmitted.popleft()
+        text = _text_of(request.sampling, self._job, self._model)
+        self._running[request.request_id] = _Choice(index, request, text)
+        if self._recorder is not None:
+            self._recorder.began(request)
+        self._metrics.choice_submitted()
+        return must_wait
 
     @property
     def is_over(self) -> bool:
         """Whether every choice has ended."""
-        return not self._running and not self._num_unsubmitted
+        return not self._running and not self._unsubmitted
 
-    def gain(self, event: Event) -> Delta | None:
+    def gain(self, event: Received | Lost) -> Delta | None:
         """Return the new output that `event`, the next event of a choice, brings. Raises RequestError.
 
         Returns None if the choice had ended already, at a stop string, while the event was in flight. If the

@@ -25,6 +25,7 @@ from mooncake.endpoints import advertised
 from mooncake.errors import ConfigError, RequestError
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
+    Accepted,
     Cancel,
     ClusterState,
     Continue,
@@ -64,13 +65,23 @@ They count from the Conductor's report that all tokens were sent, or that it doe
 """
 _MAX_UNREAD = 64
 """The most messages unread by the Conductor before new requests wait. Reading them takes some 10 ms."""
+ACCEPTED_SINCE = 28
+"""The oldest protocol version of which a Conductor reports that it has accepted an answer's first choice."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """The most outputs of workers that are handled in one turn of the event loop."""
 
 log = logging.getLogger(__name__)
 
 FromConductor = (
-    ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Unknown | OperatorAnswer
+    ClusterState
+    | RegisterRefused
+    | Accepted
+    | Rejected
+    | Failed
+    | Interrupted
+    | Ended
+    | Unknown
+    | OperatorAnswer
 )
 
 
@@ -180,22 +191,31 @@ class Link:
         finally:
             self._replies.close()
 
-    async def submit(self, request: Request, receive: Receive, claim: QuotaClaim | None = None) -> None:
+    async def submit(
+        self, request: Request, receive: Receive, claim: QuotaClaim | None = None, num_choices: int = 1
+    ) -> bool:
         """Submit a request. Raises UnavailableError.
 
         Args:
             request: The request.
             receive: A callback for the request's tokens, and for the error if one ends the request.
             claim: The answer's claim on the tenant's quota, for the first choice of an answer only.
+            num_choices: The number of the answer's choices, for the first choice of an answer only.
+
+        Returns:
+            Whether the further choices must wait until `receive` has got an `Accepted`.
         """
         if self._ended is not None:
             raise self._ended
-        self._in_flight[request.request_id] = Reception(request, receive, _now())
+        cluster = self._cluster
+        must_wait = num_choices > 1 and cluster is not None and cluster.version >= ACCEPTED_SINCE
+        self._in_flight[request.request_id] = Reception(request, receive, _now(), must_wait)
         try:
-            await self._conductor.send(Submit(request, claim))
+            await self._conductor.send(Submit(request, claim, num_choices))
         except PeerGoneError as error:
             del self._in_flight[request.request_id]
             raise UnavailableError(f"the conductor does not answer: {error}") from None
+        return must_wait
 
     async def cancel(self, request_id: str) -> None:
         """Forget a request, and tell the Conductor unless the request has ended by itself."""
@@ -251,6 +271,7 @@ class Link:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._must_beat.wait(), HEARTBEAT_S)
                 continue  # to another Conductor, at once
+            self._go_on_without_acceptance()
             await self._ask_for_lost_tokens()
             self._fail_what_lost_its_end()
             if self.cluster is None:
@@ -272,6 +293,18 @@ class Link:
             if reception.last_s < oldest_s:
                 message = "the conductor is gone and no tokens arrive"
                 self._end(request_id, UnavailableError(message))
+
+    def _go_on_without_acceptance(self) -> None:
+        """Let all answers submit their further choices, as an `Accepted` may have been lost."""
+        for request_id in list(self._in_flight):
+            self._accept(request_id)
+
+    def _accept(self, request_id: str) -> None:
+        """Let an answer submit its further choices. Idempotent."""
+        reception = self._in_flight.get(request_id)
+        if reception is not None and reception.awaits_acceptance:
+            reception.awaits_acceptance = False
+            reception.receive(Accepted(request_id))
 
     async def _ask_for_lost_tokens(self) -> None:
         for reception in list(self._in_flight.values()):
@@ -297,6 +330,8 @@ class Link:
                     await self._adopt(cluster)
                 case RegisterRefused(message):
                     raise ConfigError(f"the conductor refused this front: {message}")
+                case Accepted(request_id):
+                    self._accept(request_id)
                 case Rejected() | Failed() as ended:
                     self._end(ended.request_id, error_of(ended))
                 case Ordered() | InstanceList() | Migrates() as answer:
@@ -367,6 +402,7 @@ class Link:
                 reception.num_sent, reception.num_silent_beats = None, 0
                 waited_s = _now() - reception.submitted_s
                 await self._conductor.send(Resume(self._continued(reception), waited_s))
+                self._accept(request_id)
                 await asyncio.sleep(0)  # streams go on meanwhile
 
     async def _receive_tokens(self) -> None:
@@ -395,6 +431,7 @@ class Link:
         if received is None:
             self._on_dropped()
             return
+        self._accept(request_id)  # tokens may overtake the Conductor's message
         reception.last_s, reception.num_silent_beats = now_s, 0
         for event in received:
             if event.finish_reason is not None:

@@ -16,7 +16,7 @@ import msgspec
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from mooncake.errors import RequestError
-from mooncake.messages.fronts import TokenOutput
+from mooncake.messages.fronts import Accepted, TokenOutput
 from mooncake.messages.requests import FinishReason, Request, TokenLogprobs
 
 
@@ -38,7 +38,7 @@ class Lost(msgspec.Struct, frozen=True):
     error: RequestError
 
 
-Event = Received | Lost
+Event = Received | Lost | Accepted
 Receive = Callable[[Event], None]
 """A callback for the events of one request, called in order as soon as they arrive. It raises nothing."""
 
@@ -54,6 +54,8 @@ class Reception:
     request: Request
     receive: Receive
     submitted_s: float
+    awaits_acceptance: bool = False
+    """Whether the further choices of the answer are held back until the Conductor has accepted this one."""
     last_s: float = field(init=False)
     """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)

@@ -16,10 +16,11 @@ from starlette.types import Receive, Scope, Send
 from conductor.front.errors import error_body, error_response
 from conductor.front.generation.answer import AnswerFormat, event
 from conductor.front.generation.generation import Delta, Generation
-from conductor.front.generation.reception import Event, Lost
+from conductor.front.generation.reception import Event, Lost, Received
 from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
 from conductor.front.metrics import Metrics, RequestOutcome
 from mooncake.errors import RequestError
+from mooncake.messages.fronts import Accepted
 
 _MAX_EVENTS_AT_ONCE = 64
 """The most events sent in one turn of the event loop to a client that has not read for a while."""
@@ -102,7 +103,8 @@ class GenerationResponse(Response):
         self._news.set()
 
     def _on_event(self, event: Event) -> None:
-        if self._pending or isinstance(event, Lost) or (self._is_streamed and not self._stream.takes_more):
+        is_read = not self._is_streamed or self._stream.takes_more
+        if isinstance(event, Lost | Accepted) or self._pending or not is_read:
             self._pending.append(event)
             self._news.set()
             return
@@ -137,6 +139,9 @@ class GenerationResponse(Response):
     async def _send_pending(self, pending: Event | _Ending | Exception) -> None:
         if isinstance(pending, Exception):
             raise pending
+        if isinstance(pending, Accepted):
+            await self._generation.go_on(self._on_event)
+            return
         delta = pending.delta if isinstance(pending, _Ending) else self._gain(pending)
         if delta is None:
             return
@@ -152,7 +157,7 @@ class GenerationResponse(Response):
         if chunks:
             await self._send_part(chunks)
 
-    def _gain(self, event: Event) -> Delta | None:
+    def _gain(self, event: Received | Lost) -> Delta | None:
         """Return the new output of a choice, searched for tool calls. Raises RequestError."""
         delta = self._generation.gain(event)
         return None if delta is None else self._answers.seen(delta)

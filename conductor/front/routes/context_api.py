@@ -25,7 +25,7 @@ from conductor.front.routes.openapi import described
 from conductor.front.routes.shared import FrontState, claimed, key_of
 from mooncake.bus.in_process import Inbox
 from mooncake.errors import RequestError
-from mooncake.messages.fronts import DropContext, KeepContext
+from mooncake.messages.fronts import Accepted, DropContext, KeepContext
 
 PATH = "/v1/context_caches"
 _MAX_EXTEND_BYTES = 4096
@@ -104,6 +104,7 @@ async def _compute(front: FrontState, job: Job) -> None:
         await generation.begin(inbox.put_nowait)
         while not generation.is_over:
             event = await inbox.get()
+            assert not isinstance(event, Accepted), "the job has one choice"
             if (gained := generation.gain(event)) is not None and gained.finish_reason is not None:
                 await generation.end(event.request_id, gained.finish_reason)
 

@@ -34,6 +34,7 @@ from mooncake.errors import RequestError
 from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.fronts import (
+    Accepted,
     Cancel,
     ClusterState,
     Continue,
@@ -180,6 +181,8 @@ class FakeCluster:
             epoch=1, num_prefill=1, num_decode=1, max_sequence_blocks=1000, version=PROTOCOL_VERSION
         )
         self.silent = False
+        self.accepts = True
+        """Whether the fake Conductor accepts answers of several choices as soon as the first one comes."""
         self.num_hellos = 0
         self.submitted: list[Request] = []
         self.claims: list[QuotaClaim | None] = []
@@ -212,7 +215,9 @@ class FakeCluster:
                     case InFlight(request_ids):
                         if unknown := self.unknown.intersection(request_ids):
                             await self.to_front(Unknown([*unknown]))
-                    case Submit(request, claim):
+                    case Submit(request, claim, num_choices):
+                        if num_choices > 1 and self.accepts:
+                            await self.to_front(Accepted(request.request_id))
                         self.claims.append(claim)
                         self.submitted.append(request)
                         task = asyncio.create_task(self._behave(request))

@@ -11,10 +11,12 @@ from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import MigrationStep
 from conductor.settings import Limits, PolicySettings, SLOs
 from conductor.view.instances import Instance
+from conductor.view.rejection import Reason
 from mooncake.bus.zeromq import peer_identity
 from mooncake.config.policies import Overload
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
+    Accepted,
     Cancel,
     Continue,
     Failed,
@@ -30,7 +32,7 @@ from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
 from mooncake.messages.operators import ChangeRole, Drain, Migrate
 from mooncake.messages.pools import Tier
-from mooncake.messages.requests import FinishReason, Held, HeldStep, Ref
+from mooncake.messages.requests import FinishReason, Held, HeldStep, Ref, Request
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     STAGES,
@@ -121,17 +123,37 @@ class RequestsEndOnce(RuleBasedStateMachine):
                 case PreCopy(ref=ref) | HandOver(ref=ref) | TakeOver(ref=ref):
                     assert self.instance_of[ref] == effect.peer
 
-    @rule(priority=st.integers(-1, 1), tenant=st.sampled_from("ab"), slo=st.sampled_from(["", "patient"]))
-    def submit(self, priority: int, tenant: str, slo: str) -> None:
+    @rule(
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from("ab"),
+        slo=st.sampled_from(["", "patient"]),
+        num_choices=st.sampled_from([1, 1, 2, 5]),
+    )
+    def submit(self, priority: int, tenant: str, slo: str, num_choices: int = 1) -> None:
         self.count += 1
-        self.open.add(f"r{self.count}")
         order = msgspec.structs.replace(
             request(f"r{self.count}", 9 + 40 * (self.count % 3)),
             priority=priority,
             tenant=tenant,
             slo_class=slo,
+            answer_id=f"answer {self.count}",
         )
-        self.take(self.conductor.handle(FRONT, Submit(order), self.now_s))
+        self.submit_choice(order, num_choices)
+
+    def submit_choice(self, order: Request, num_choices: int) -> None:
+        self.open.add(order.request_id)
+        effects = self.conductor.handle(FRONT, Submit(order, num_choices=num_choices), self.now_s)
+        self.take(effects)
+        is_accepted = Effect(FRONT, Accepted(order.request_id)) in effects
+        assert is_accepted is (num_choices > 1 and order.request_id in self.open)
+
+    @rule(data=st.data())
+    def submit_further(self, data: st.DataObject) -> None:
+        """Submit one more choice of an answer, whether the Conductor expects it or not."""
+        if self.open:
+            first = self.conductor.requests[data.draw(st.sampled_from(sorted(self.open)))].request
+            self.count += 1
+            self.submit_choice(msgspec.structs.replace(first, request_id=f"r{self.count}"), 1)
 
     @rule(name=st.sampled_from([*ROLES]), num_blocks=st.integers(1, 4))
     def store(self, name: str, num_blocks: int) -> None:
@@ -273,6 +295,15 @@ class RequestsEndOnce(RuleBasedStateMachine):
                 if (migration := tracked.migration) is not None
             )
             assert num_migrations <= self.limits.max_migrations
+
+    def teardown(self) -> None:
+        for request_id in list(self.open):
+            self.take(self.conductor.handle(FRONT, Cancel(request_id), self.now_s))
+        too_many = Submit(request("last"), num_choices=self.limits.max_running_requests + 1)
+        effects = self.conductor.handle(FRONT, too_many, self.now_s)
+        [rejected] = [effect.message for effect in effects if isinstance(effect.message, Rejected)]
+        has_instances = rejected.reason != Reason.UNREADY
+        assert not has_instances or rejected.message.startswith("0 requests are running"), rejected
 
     @invariant()
     def loads_are_those_of_open_requests(self) -> None:

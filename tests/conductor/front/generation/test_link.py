@@ -18,7 +18,7 @@ from mooncake.bus.in_process import Inbox, InProcessLink
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.blocks import block_keys, root_key
-from mooncake.messages.fronts import ClusterState, Ended, Interrupted, TokenOutput, Unknown
+from mooncake.messages.fronts import Accepted, ClusterState, Ended, Interrupted, TokenOutput, Unknown
 from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
 from tests.examples import num_examples
@@ -404,6 +404,59 @@ async def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
         assert isinstance(event, Lost)
         assert isinstance(event.error, OverloadedError)
         assert event.error.retry_after_s == 2.5
+
+
+@asynccontextmanager
+async def first_of_three(
+    directory: Path, version: int = link_module.ACCEPTED_SINCE
+) -> AsyncIterator[tuple[bool, FakeCluster, Inbox[Event]]]:
+    """The first choice of an answer, which the Conductor has and does not accept.
+
+    The flag is whether the further choices must wait.
+    """
+    async with connected(directory) as (link, cluster, _):
+        cluster.accepts = False
+        cluster.state = ClusterState(1, 2, 1, 10, version=version)
+        await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
+        inbox = Inbox[Event]()
+        must_wait = await link.submit(request_to(link), inbox.put_nowait, num_choices=3)
+        await until(lambda: len(cluster.submitted) == 1)
+        yield must_wait, cluster, inbox
+
+
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_an_answer_goes_on_if_its_acceptance_is_lost(tmp_path: Path) -> None:
+    async with first_of_three(tmp_path) as (must_wait, cluster, inbox):
+        assert must_wait
+        assert await inbox.get() == Accepted("r")
+        await cluster.to_front(Accepted("r"))
+        num_hellos = cluster.num_hellos
+        await until(lambda: cluster.num_hellos >= num_hellos + 2)
+        assert len(inbox) == 0, "it is told once"
+
+
+async def test_an_answer_goes_on_if_its_tokens_overtake_its_acceptance(tmp_path: Path) -> None:
+    async with first_of_three(tmp_path) as (_, cluster, inbox):
+        await cluster.send_tokens(cluster.submitted[0], [1], 0, FinishReason.STOP)
+        assert await inbox.get() == Accepted("r")
+        assert await inbox.get() == Received("r", [1], 16, FinishReason.STOP, [])
+
+
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_an_answer_goes_on_under_another_conductor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "_go_on_without_acceptance", lambda link: None)
+    async with first_of_three(tmp_path) as (_, cluster, inbox):
+        cluster.state = ClusterState(2, 1, 1, 10)
+        assert await inbox.get() == Accepted("r")
+        await until(lambda: [request.request_id for request in cluster.resumed] == ["r"])
+
+
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_an_older_conductor_is_not_waited_for(tmp_path: Path) -> None:
+    async with first_of_three(tmp_path, version=link_module.ACCEPTED_SINCE - 1) as (must_wait, _, _):
+        assert not must_wait
 
 
 async def test_unusable_endpoint_is_a_config_error() -> None:

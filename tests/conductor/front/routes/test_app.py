@@ -263,6 +263,36 @@ def test_an_answer_with_several_choices_ends_when_the_conductor_gave_the_front_u
     assert post(front, "/v1/chat/completions", {"model": MODEL_NAME, "messages": HI}).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_an_answer_that_is_rejected_only_the_first_choice_is_submitted(
+    front: Running, stream: bool
+) -> None:
+    async def reject(cluster: FakeCluster, request: Request) -> None:
+        await cluster.reject(request, 429, "full", None)
+
+    front.cluster.behaviour, front.cluster.accepts = reject, False
+    body = {"model": MODEL_NAME, "messages": HI, "n": 4, "stream": stream}
+    assert post(front, "/v1/chat/completions", body).status_code == 429
+    front.cluster.behaviour, front.cluster.accepts = says("Hello!"), True
+    assert post(front, "/v1/chat/completions", body).status_code == 200
+    ids = [request.request_id.rpartition("-") for request in front.cluster.submitted]
+    assert [index for _, _, index in ids] == ["0", "0", "1", "2", "3"]
+
+
+def test_a_client_that_goes_before_its_answer_is_accepted_leaves_nothing(front: Running) -> None:
+    async def stall(cluster: FakeCluster, request: Request) -> None:
+        pass
+
+    cluster = front.cluster
+    cluster.behaviour, cluster.accepts = stall, False
+    body = json.dumps({"model": MODEL_NAME, "messages": HI, "n": 4}).encode()
+    with raw_request(front.address, "/v1/chat/completions", body):
+        cluster.wait_until(lambda: len(cluster.submitted) > 0)
+    cluster.wait_until(
+        lambda: sorted(cluster.cancelled) == sorted(request.request_id for request in cluster.submitted)
+    )
+
+
 def test_metrics(front: Running, client: openai.OpenAI) -> None:
     names = [
         "mooncake_prompt_tokens_total",
