@@ -186,9 +186,9 @@ def prefill_attention(
     """Write attention into the rows of `out` that `spans` cover; other rows stay as they are.
 
     Arguments are those of `decode_attention`, with two differences. Spans have up to
-    `tile.num_tokens(num_heads // num_kv_heads)` tokens, as `plan_spans` must have cut them. Without `tile`
-    the tile is `default_tile`'s, and tensors that Hopper's kernel supports are computed by Hopper's kernel on
-    a Hopper GPU. Raises ValueError for other tensors.
+    `tile.num_tokens(num_heads // num_kv_heads)` tokens; `plan_spans` must have been called with this number.
+    Without `tile` the tile is `default_tile`'s; then, on a Hopper GPU, `hopper_prefill` computes the tensors
+    that it supports. Raises ValueError for other tensors.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     _, num_heads, head_dim = query.shape

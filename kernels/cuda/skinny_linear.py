@@ -21,7 +21,7 @@ from kernels.cuda.rms_norm import rms_norm, rms_norm_reference
 MAX_ROWS = 16
 """The most rows of a product: as many as one matrix instruction has. With more rows cuBLAS is as fast."""
 MAX_GATED_ROWS = 64
-"""The most rows of a gated product. They may be more, as the fused gate saves a pass over memory."""
+"""The most rows of a gated product: more than `MAX_ROWS`, as a fused gate saves a pass over memory."""
 DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 160 << 10
 """Bytes of shared memory that a GPU must have for a program.

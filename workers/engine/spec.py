@@ -79,7 +79,7 @@ class ModelSpec:
 
     @property
     def why_no_kernels(self) -> str:
-        """The reason why none of the project's kernels computes such layers; empty if some may."""
+        """The reason why only torch can compute such layers; empty if the project's kernels may do so."""
         needed = f"LayerNorms, learned positions and plain MLPs, which {self.architecture} needs"
         return f"they have no {needed}" if self.is_opt else ""
 

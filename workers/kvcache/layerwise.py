@@ -92,7 +92,7 @@ class LayerTransfers:
         self._last_stores: dict[int, Future[None]] = {}
         """The latest store of each place in the layer window, by the place's index.
 
-        It must end before another layer is loaded to the place.
+        This store must end before another layer is loaded to the place.
         """
         self._staged = threading.Semaphore(MOST_STAGED)
         """Limit of the parts of passes that are in pinned memory. At the limit, the computation waits."""

@@ -133,7 +133,7 @@ class PageAllocator:
     def allocate(self, num_pages: int, num_full: int = 0) -> list[int]:
         """Take `num_pages` free pages, whose content is undefined. Raises OutOfPages if there are fewer.
 
-        A helper can have some of the first `num_full` pages, because only loads will write these.
+        Some of the first `num_full` pages may be at a helper: these pages are written by loads only.
         """
         if num_pages > self.num_free_for(num_full):
             raise OutOfPages(num_pages, self.num_free_for(num_full), self.num_pages)
