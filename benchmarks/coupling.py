@@ -27,7 +27,7 @@ from benchmarks.kvstore.mooncake_store import PeerError
 from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu
 from benchmarks.servers import Server, ServerError, free_port, serving, telling_why
-from benchmarks.serving import our_command
+from benchmarks.serving import PAIR, our_command
 from benchmarks.tools.arguments import count
 from benchmarks.tools.load.bench import find_server
 from benchmarks.tools.load.clients import ClientError, Clients
@@ -42,8 +42,8 @@ from mooncake.errors import ConfigError
 
 SLO = Slo(ttft_s=5.0, tbt_s=0.15, long_from=1024)
 OURS = {
-    "fixed": ("--conductor-inlining", "false"),
-    "chosen": ("--conductor-inlining", "true"),
+    "fixed": (*PAIR, "--conductor-inlining", "false"),
+    "chosen": (*PAIR, "--conductor-inlining", "true"),
     "both": ("--num-both", "1"),
     "both x 2": ("--num-both", "2"),
 }

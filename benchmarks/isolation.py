@@ -2,11 +2,11 @@
 
     python -m benchmarks.isolation [--rounds N] [--only NAME ...] [mooncake-serve flags]
 
-It starts `mooncake-serve` on a free port with an API key for each of two tenants. The large tenant keeps
-sending a load that any client is allowed to send. The small tenant asks again and again for two tokens after
-a prompt of 16 random tokens, with a user's pauses. Each load is one row; the first row is the idle server.
-`times idle` is the p99 of TTFT divided by that of the idle server. `gap` is the p50 of the time between the
-two tokens.
+It starts `mooncake-serve` on a free port, by default with one prefill and one decode instance, and with an
+API key for each of two tenants. The large tenant keeps sending a load that any client is allowed to send. The
+small tenant asks again and again for two tokens after a prompt of 16 random tokens, with a user's pauses.
+Each load is one row; the first row is the idle server. `times idle` is the p99 of TTFT divided by that of the
+idle server. `gap` is the p50 of the time between the two tokens.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.servers import ServerError, free_port, serving, telling_why
+from benchmarks.serving import paired
 from benchmarks.tools.arguments import count
 from mooncake.security.api_keys import add_api_key
 
@@ -340,7 +341,7 @@ def main() -> None:
         file = Path(folder) / "keys.yaml"
         keys = [add_api_key(file, name, {}) for name in ("small", "large")]
         command = [sys.executable, "-m", "mooncake", f"--port={port}", f"--http-api-keys-file={file}"]
-        command += [f"--served-model-name={MODEL}", *flags]
+        command += [f"--served-model-name={MODEL}", *paired(flags)]
         with serving(command, f"{url}/ready", output=log):
             asyncio.run(measure(url, keys, loads, arguments.rounds))
 

@@ -2,9 +2,9 @@
 
   python -m benchmarks.serving [mooncake-serve flags]
 
-It starts `mooncake-serve --role all` on a free port with the given flags, measures single requests and a
-closed loop, and prints two tables. Prompts are random tokens, different for each request, so nothing is
-cached.
+It starts `mooncake-serve --role all` on a free port with the given flags, by default with one prefill and one
+decode instance. It measures single requests and a closed loop, and prints two tables. Prompts are random
+tokens, different for each request, so nothing is cached.
 """
 
 import json
@@ -21,6 +21,8 @@ import httpx
 from benchmarks.report import Report
 from benchmarks.servers import ServerError, free_port, serving
 
+PAIR = ("--num-prefill=1", "--num-decode=1")
+"""The flags of a server with one prefill and one decode instance."""
 NUM_ROUNDS = 5
 PROMPT_LENS = (16, 128, 512, 1024, 2048, 4096)
 CONCURRENCIES = (1, 8, 32)
@@ -100,6 +102,12 @@ def our_command(port: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mooncake", "--port", str(port), *flags]
 
 
+def paired(flags: Sequence[str]) -> list[str]:
+    """Return flags of a server that is a pair, unless `flags` name a role or numbers of instances."""
+    names_instances = any(flag.startswith(("--role", "--num-")) for flag in flags)
+    return [*(() if names_instances else PAIR), *flags]
+
+
 def measure(client: Client, report: Report) -> None:
     """Measure single requests and the closed loop, and add a table for each."""
     client.complete(64, 4)  # first calls allocate
@@ -123,7 +131,7 @@ def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     try:
-        with serving(our_command(port, sys.argv[1:]), f"{url}/ready"):
+        with serving(our_command(port, paired(sys.argv[1:])), f"{url}/ready"):
             measure(Client(url), Report())
     except ServerError as error:
         sys.exit(str(error))

@@ -42,7 +42,7 @@ from benchmarks.kvstore.rounds import progress
 from benchmarks.peers.transformers_serve import TransformersServe
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu
 from benchmarks.servers import Server, ServerError, free_port, serving, telling_why
-from benchmarks.serving import Client, Completes, our_command
+from benchmarks.serving import Client, Completes, our_command, paired
 from workers.vllm.command import Computing
 
 
@@ -232,7 +232,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="goodput: how long requests come")
     arguments, flags = parser.parse_known_args()
-    is_met = True
+    flags, is_met = paired(flags), True
     with telling_why(PeerError, ServerError) as log:
         match arguments.only:
             case "throughput":

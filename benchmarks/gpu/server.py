@@ -41,6 +41,7 @@ from benchmarks.gpu.whole_server.overlap import measure_overlap
 from benchmarks.gpu.whole_server.reference import Reference
 from benchmarks.gpu.whole_server.speed import Speed
 from benchmarks.report import Found, Report
+from benchmarks.serving import PAIR
 from mooncake.messages.blocks import KVDtype
 from workers.engine.spec import ModelSpec
 
@@ -115,6 +116,7 @@ def check_servers(report: Report, sizes: Sizes, device: str, logs: Path, only: s
                 "large",
                 sizes.large,
                 sizes.large_dtype,
+                *PAIR,
                 f"--kvcache-pool-bytes={LARGE_POOL_TOKENS * _token_bytes(sizes.large, sizes.large_dtype)}",
             )
         ]  # fmt: skip

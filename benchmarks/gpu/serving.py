@@ -11,13 +11,12 @@ from benchmarks.gpu.llama import LLAMA_3_8B
 from benchmarks.gpu.model_directory import write_model
 from benchmarks.report import Report
 from benchmarks.servers import free_port, serving
-from benchmarks.serving import Client, measure, our_command
+from benchmarks.serving import PAIR, Client, measure, our_command
 
 _FLAGS = (
     "--load-format=dummy",
     "--worker-device=cuda:0",
-    "--num-prefill=1",
-    "--num-decode=1",
+    *PAIR,
     f"--kvcache-block-size={PAGE_SIZE}",
     "--kvcache-device-bytes=16GiB",
     "--kvcache-pool-bytes=8GiB",

@@ -35,7 +35,7 @@ EXAMPLES = """examples:
   mooncake-serve                                    the default model, on http://127.0.0.1:8000
   mooncake-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8001
   mooncake-serve --config configs/single-gpu.yaml --kvcache-pool-bytes 64GiB
-  mooncake-serve --num-prefill 2 --num-decode 2 --log-level info
+  mooncake-serve --num-prefill 1 --num-decode 1     prefill and decode on instances of their own
   mooncake-serve keygen cluster.key                 what nodes of one cluster share: --security-key-file
   mooncake-serve profile costs.json --model DIR     what this device needs: --conductor-profile costs.json
   mooncake-serve role prefill-1 decode              another role for an instance of the cluster that runs

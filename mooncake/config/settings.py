@@ -78,8 +78,11 @@ class Config(Section):
     num_decode: int | None = Field(
         None, ge=0, description="decode instances (--role all); default: 1, beside num_both none"
     )
-    num_both: int = Field(
-        0, ge=0, description="instances that decode and compute their own prompts (--role all)"
+    num_both: int | None = Field(
+        None,
+        ge=0,
+        description="instances that decode and compute their own prompts (--role all); default: 1, beside"
+        " num_prefill, num_decode, pipeline.stages or worker.prefill_layer_window none",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="what is logged")
     hang_timeout_s: Annotated[float, Field(ge=5.0)] | Literal["never"] = Field(
@@ -133,18 +136,27 @@ class Config(Section):
 
     @property
     def num_instances(self) -> dict[Role, int]:
-        """The number of instances of each role that this node runs, wholly or in part."""
-        if self.role == "all":
-            least = 0 if self.num_both else 1
-            num_prefill = least if self.num_prefill is None else self.num_prefill
-            num_decode = least if self.num_decode is None else self.num_decode
-            return {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.BOTH: self.num_both}
-        return {Role(self.role): 1} if self.runs_one_instance else {}
+        """The number of instances of each role that this node runs, wholly or in part.
+
+        By default role all is one instance with both roles. It is one prefill and one decode instance if the
+        number of one of these is given, or a key that only prefill instances have.
+        """
+        if self.role != "all":
+            return {Role(self.role): 1} if self.runs_one_instance else {}
+        num_both = self.num_both
+        if num_both is None:
+            has_numbers = (self.num_prefill, self.num_decode) != (None, None)
+            is_for_prefill = self.pipeline.stages > 1 or self.worker.prefill_layer_window != "all"
+            num_both = 0 if has_numbers or is_for_prefill else 1
+        least = 0 if num_both else 1
+        num_prefill = least if self.num_prefill is None else self.num_prefill
+        num_decode = least if self.num_decode is None else self.num_decode
+        return {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.BOTH: num_both}
 
     @model_validator(mode="after")
     def _check_role(self) -> "Config":
         """Refuse keys that have no effect with this role, and keys that do not go together."""
-        if self.role != "all" and (self.num_prefill, self.num_decode, self.num_both) != (None, None, 0):
+        if self.role != "all" and (self.num_prefill, self.num_decode, self.num_both) != (None, None, None):
             raise ValueError(f"num_prefill, num_decode and num_both need role all, not {self.role}")
         if self.role == "all":
             num = self.num_instances
@@ -157,7 +169,9 @@ class Config(Section):
         if self.role not in ("all", "prefill") and self.pipeline.stages > 1:
             raise ValueError(f"pipeline.stages is for prefill instances, not role {self.role}")
         if self.role == "all" and self.pipeline.stages > 1 and not self.num_instances[Role.PREFILL]:
-            raise ValueError("pipeline.stages is for prefill instances, and num_prefill is 0")
+            raise ValueError(
+                "pipeline.stages is for prefill instances, and there are none: give num_prefill a number"
+            )
         if self.role == "all" and (self.pipeline.stage is not None or self.pipeline.endpoints):
             raise ValueError(
                 "pipeline.stage and pipeline.endpoints need role prefill: role all runs all stages"

@@ -36,8 +36,9 @@ def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
     wanted = len(new) * int(kvcache.pool_bytes)
     available = available_bytes()
     if available is not None and wanted > available:
+        take = "the pool on this node takes" if len(new) == 1 else f"{len(new)} pools on this node take"
         raise ConfigError(
-            f"kvcache.pool_bytes: {len(new)} pools on this node take {wanted / GIB:.1f} GiB, "
+            f"kvcache.pool_bytes: {take} {wanted / GIB:.1f} GiB, "
             f"{available / GIB:.1f} GiB of memory are available on this node"
         )
 

@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
     PAIR,
+    PAIR_FLAGS,
     PROMPT,
     TRANSFERS,
     complete,
@@ -23,7 +24,7 @@ from tests.cluster.tiny_cluster import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 COUPLED = ("both-0",)
-FLAGS = {COUPLED: ["--num-both=1"], PAIR: []}
+FLAGS = {COUPLED: ["--num-both=1"], PAIR: PAIR_FLAGS}
 SHORT_CHUNKS = "--worker-mixed-chunk-tokens=16"
 PROMPTS = [[3 + index, *PROMPT[: 7 * index]] for index in range(1, 11)]
 

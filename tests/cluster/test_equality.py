@@ -15,7 +15,7 @@ from mooncake.model.checkpoint import open_checkpoint
 from mooncake.model.tokenizer import load_tokenizer
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
-from tests.cluster.tiny_cluster import TRANSFERS
+from tests.cluster.tiny_cluster import PAIR_FLAGS, TRANSFERS
 from tests.tiny_models import FAMILIES, tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 from workers.execution.weights import iter_weights
@@ -78,7 +78,7 @@ def test_tiny_models_of_every_family(family: str, tmp_path: Path, run_dir: Path)
     prompts = [[rng.randrange(512) for _ in range(length)] for length in (1, 7, 8, 9, 40, 41, 120)]
     expected = [reference(model, prompt, 16) for prompt in prompts]
     arguments = [f"--model={tmp_path / 'model'}", "--kvcache-block-size=8", "--worker-prefill-chunk=20"]
-    sizes = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB", TRANSFERS]
+    sizes = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB", *PAIR_FLAGS, TRANSFERS]
     with (
         ForkedServer(*arguments, *sizes, run_dir=run_dir) as server,
         ThreadPoolExecutor(8) as threads,

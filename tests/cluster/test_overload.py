@@ -15,6 +15,7 @@ import pytest
 from benchmarks.overload.slowed import VOCAB_SIZE, write_model
 from tests.cluster.harness import Server
 from tests.cluster.slowed import SlowedServer
+from tests.cluster.tiny_cluster import PAIR_FLAGS
 from tests.deadline import DEADLINE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -31,7 +32,7 @@ def server(run_dir: Path, tmp_path: Path) -> Iterator[Server]:
     write_model(model)
     with SlowedServer(
         *(f"--model={model}", "--load-format=dummy"),
-        *("--config=configs/local-cpu.yaml", f"--worker-max-batch={MAX_BATCH}"),
+        *("--config=configs/local-cpu.yaml", *PAIR_FLAGS, f"--worker-max-batch={MAX_BATCH}"),
         *("--kvcache-pool-bytes=64MiB", "--kvcache-device-bytes=64MiB"),
         run_dir=run_dir,
     ) as server:

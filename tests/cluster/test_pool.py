@@ -8,7 +8,16 @@ import pytest
 
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import STOP_DEADLINE_S, Server, eventually
-from tests.cluster.tiny_cluster import SMALL, TRANSFERS, cached_tokens, complete, metric, streaming, text_of
+from tests.cluster.tiny_cluster import (
+    PAIR_FLAGS,
+    SMALL,
+    TRANSFERS,
+    cached_tokens,
+    complete,
+    metric,
+    streaming,
+    text_of,
+)
 from tests.deadline import DEADLINE_S
 
 pytestmark = pytest.mark.cluster
@@ -22,7 +31,7 @@ def arguments(tiny: Path, tmp_path: Path) -> list[str]:
     """DRAM for few prompts and SSD for many."""
     (tmp_path / "ssd").mkdir()
     few = ["--kvcache-pool-bytes=200KiB", f"--kvcache-ssd-dirs={tmp_path / 'ssd'}"]
-    return [f"--model={tiny}", *SMALL, TRANSFERS, *few, "--kvcache-ssd-bytes=16MiB"]
+    return [f"--model={tiny}", *SMALL, *PAIR_FLAGS, TRANSFERS, *few, "--kvcache-ssd-bytes=16MiB"]
 
 
 def answer_to(server: Server, prompt: list[int], num_tokens: int = 2) -> tuple[str, int]:

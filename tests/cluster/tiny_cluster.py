@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import serving
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import HTTP, Server, eventually
 from tests.deadline import DEADLINE_S
@@ -33,6 +34,8 @@ It has 8 MiB, for blocks of 8 tokens x 4 layers x 1 head x (K, V) x 16 x 4 bytes
 """
 PROMPT = list(range(3, 80))
 NUM_TOKENS = 300
+PAIR, PAIR_FLAGS = ("prefill-0", "decode-0"), serving.PAIR
+"""The instances of a pair, and the flags of a server that has them."""
 
 
 def tiny_server(
@@ -42,8 +45,11 @@ def tiny_server(
     until: str = "^ready in",
     kind: type[ForkedServer] = ForkedServer,
 ) -> ForkedServer:
-    """Return a server of `model` in float32 with small pools. `arguments` can override this."""
-    return kind(f"--model={model}", *SMALL, *arguments, run_dir=run_dir, until=until)
+    """Return a server of `model` in float32 with small pools. `arguments` can override this.
+
+    The server is a pair, unless `arguments` name a role or numbers of instances.
+    """
+    return kind(f"--model={model}", *SMALL, *serving.paired(arguments), run_dir=run_dir, until=until)
 
 
 # -- requests ---------------------------------------------------------------------------------------
@@ -167,8 +173,6 @@ def samples(server: Server, *names: str) -> list[dict[str, float]]:
 
 TRANSFERS = "--conductor-inlining=false"
 """The flag for tests of pairs. Without it an idle decode instance would compute prompts itself."""
-PAIR = ("prefill-0", "decode-0")
-"""The instances of a cluster that is started with no other flags."""
 
 
 def wait_until_idle(

@@ -61,6 +61,8 @@ CONVERSATIONS = "conversations"
 TOKEN_IDS = (1000, 30_000)
 TIMES_WITHIN, REJECTIONS_WITHIN = 0.15, 0.10
 
+_PAIR = {"--config": "configs/local-cpu.yaml", "--num-prefill": 1, "--num-decode": 1}
+"""The flags of the server: one prefill and one decode instance."""
 Values = npt.NDArray[np.float64]
 
 
@@ -137,8 +139,8 @@ def replays(trace: Path, folder: Path, duration_s: float, seed: int) -> dict[str
 
 
 def measure_profile(file: Path) -> None:
-    """Profile a worker with one thread on this machine."""
-    flags = {"--config": "configs/local-cpu.yaml", "--worker-num-threads": 1}
+    """Profile a worker of the pair with one thread on this machine."""
+    flags: dict[str, object] = {**_PAIR, "--worker-num-threads": 1}
     subprocess.run([*_server(), *_flat(flags), "profile", str(file)], check=True)
 
 
@@ -162,8 +164,8 @@ def run_loads(
         return
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    flags = {
-        "--config": "configs/local-cpu.yaml",
+    flags: dict[str, object] = {
+        **_PAIR,
         "--port": port,
         "--worker-num-threads": 1,
         "--conductor-profile": profile,

@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.security.keys import ClusterKey
 from tests.cluster.harness import Server, eventually
-from tests.cluster.tiny_cluster import TRANSFERS, body, metric, samples, streaming
+from tests.cluster.tiny_cluster import PAIR_FLAGS, TRANSFERS, body, metric, samples, streaming
 from tests.cluster.vllm.server import TINY_OPTIONS, VllmServer, draw_prompts, vllm_command
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
@@ -92,7 +92,7 @@ def wait_until_idle(server: Server, free_pages: dict[str, float]) -> None:
 @pytest.fixture
 def pair(tiny: Path, run_dir: Path, tmp_path: Path) -> Iterator[Server]:
     patient = f"--conductor-placement-timeout-s={START_S:g}"  # vLLM takes a minute to start again
-    flags = ["--model", str(tiny), *SMALL, TRANSFERS, patient, "--hang-timeout-s=6"]
+    flags = ["--model", str(tiny), *SMALL, *PAIR_FLAGS, TRANSFERS, patient, "--hang-timeout-s=6"]
     server = Server(*flags, *by_vllm(tmp_path), run_dir=run_dir)
     try:
         server.start().wait_for_line("^ready in", deadline_s=START_S)

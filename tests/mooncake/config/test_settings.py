@@ -9,6 +9,7 @@ from kernels.cpu.library import ENV
 from mooncake.cli.commands import render
 from mooncake.config.settings import Config, env_name, host_and_port, leaf_keys, load_config
 from mooncake.errors import ConfigError
+from mooncake.messages.workers import Role
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +49,31 @@ def test_defaults_need_no_source() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "numbers"),
+    [
+        ({}, {Role.BOTH: 1}),
+        ({"num_both": "2"}, {Role.BOTH: 2}),
+        ({"num_prefill": "2"}, {Role.PREFILL: 2, Role.DECODE: 1}),
+        ({"num_decode": "3"}, {Role.PREFILL: 1, Role.DECODE: 3}),
+        ({"num_both": "0"}, {Role.PREFILL: 1, Role.DECODE: 1}),
+        ({"num_both": "1", "num_prefill": "1"}, {Role.PREFILL: 1, Role.BOTH: 1}),
+        ({"worker.tensor_parallel": "2"}, {Role.BOTH: 1}),
+        ({"engine": "vllm"}, {Role.BOTH: 1}),
+        ({"pipeline.stages": "2"}, {Role.PREFILL: 1, Role.DECODE: 1}),
+        ({"worker.prefill_layer_window": "4"}, {Role.PREFILL: 1, Role.DECODE: 1}),
+        ({"role": "both"}, {Role.BOTH: 1}),
+        ({"role": "conductor"}, {}),
+    ],
+    ids=str,
+)
+def test_one_instance_does_both_unless_others_are_asked_for(
+    flags: dict[str, str], numbers: dict[Role, int]
+) -> None:
+    config = load_config(None, {}, {tuple(key.split(".")): value for key, value in flags.items()})
+    assert {role: count for role, count in config.num_instances.items() if count} == numbers
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("htp: {port: 1}", ["htp: unknown key", "c.yaml", "did you mean http?", "kvcache"]),
@@ -65,7 +91,7 @@ def test_defaults_need_no_source() -> None:
         ("instance: x", ["instance names one instance"]),
         (
             "{num_both: 1, pipeline: {stages: 2}}",
-            ["pipeline.stages", "num_prefill is 0"],
+            ["pipeline.stages", "give num_prefill a number"],
         ),
         ("worker: {mixed_chunk_tokens: 99999999999999999999}", ["worker.mixed_chunk_tokens"]),
         ("kvcache: {pool_bytes: many}", ["kvcache.pool_bytes:", "many"]),

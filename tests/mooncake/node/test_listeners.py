@@ -89,6 +89,7 @@ def test_a_stage_listens_for_the_one_behind_it() -> None:
     [
         {},
         {"num_prefill": "2", "num_decode": "3"},
+        {"num_both": "2"},
         {"pipeline__stages": "3"},
         {"worker__tensor_parallel": "2", "num_decode": "2"},
         {"role": "prefill", "pipeline__stages": "2"},

@@ -71,6 +71,7 @@ def names_of(config: Config, run_directory: RunDirectory) -> list[str]:
 
 def test_instances_of_both_roles_stand_alone_or_beside_others(run_directory: RunDirectory) -> None:
     kvcache = KVCacheConfig(pool_bytes=SIZE)
+    assert names_of(Config(kvcache=kvcache), run_directory) == ["both-0"]
     assert names_of(Config(kvcache=kvcache, num_both=2), run_directory) == ["both-0", "both-1"]
     beside = Config(kvcache=kvcache, num_both=1, num_prefill=1)
     assert names_of(beside, run_directory) == ["prefill-0", "both-0"]
@@ -102,7 +103,9 @@ def test_others_on_this_host_learn_which_cluster_a_run_belongs_to(
 
 
 def test_each_rank_has_a_messenger_and_knows_where_to_find_the_first(run_directory: RunDirectory) -> None:
-    config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE), worker=WorkerConfig(tensor_parallel=3))
+    config = Config(
+        kvcache=KVCacheConfig(pool_bytes=SIZE), num_decode=1, worker=WorkerConfig(tensor_parallel=3)
+    )
     specs = plan_node(config, run_directory)
     names = [f"{role}-0.{rank}" for role in ("prefill", "decode") for rank in range(3)]
     assert [spec.name for spec in specs] == [
@@ -211,14 +214,14 @@ def test_key_of_a_child_is_neither_shown_nor_quoted_in_errors() -> None:
 def test_memory_that_is_there_already_is_not_asked_for_again(
     run_directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE, segment_dir=tmp_path))
+    config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE, segment_dir=tmp_path), num_decode=1)
     for spec in plan_node(config, run_directory):
         for descriptor in spec.pass_fds:
             os.close(descriptor)
     monkeypatch.setattr("mooncake.node.segments.available_bytes", lambda: SIZE // 2)
     assert len(plan_node(config, run_directory)) == 5
     (tmp_path / "decode-0.segment").unlink()
-    with pytest.raises(ConfigError, match="1 pools on this node take"):
+    with pytest.raises(ConfigError, match="the pool on this node takes"):
         plan_node(config, run_directory)
 
 
@@ -327,7 +330,7 @@ def test_instances_of_a_node_have_sockets_of_their_own(
     run_directory: RunDirectory, short_tmp_path: Path
 ) -> None:
     kvcache = KVCacheConfig(pool_bytes=SIZE, socket=short_tmp_path / "pool.sock")
-    specs = plan_node(Config(kvcache=kvcache), run_directory)
+    specs = plan_node(Config(kvcache=kvcache, num_decode=1), run_directory)
     sockets = [
         json.loads(spec.config(Life(1)))["worker_socket"]
         for spec in specs
