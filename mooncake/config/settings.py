@@ -73,16 +73,20 @@ class Config(Section):
         None, pattern=NAME, description="name of this instance (--role prefill, decode, both, pool)"
     )
     num_prefill: int | None = Field(
-        None, ge=0, description="prefill instances (--role all); default: 1, beside num_both none"
+        None,
+        ge=0,
+        description="prefill instances (--role all); default: 1 if no instance does both, else none",
     )
     num_decode: int | None = Field(
-        None, ge=0, description="decode instances (--role all); default: 1, beside num_both none"
+        None,
+        ge=0,
+        description="decode instances (--role all); default: 1 if no instance does both, else none",
     )
     num_both: int | None = Field(
         None,
         ge=0,
-        description="instances that decode and compute their own prompts (--role all); default: 1, beside"
-        " num_prefill, num_decode, pipeline.stages or worker.prefill_layer_window none",
+        description="instances that decode and compute their own prompts (--role all); default: 1, none beside"
+        " num_prefill, num_decode, pipeline.stages or worker.prefill_layer_window",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="what is logged")
     hang_timeout_s: Annotated[float, Field(ge=5.0)] | Literal["never"] = Field(
