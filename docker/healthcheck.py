@@ -9,7 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 
-is_instance = os.environ.get("MOONCAKE_ROLE") in ("prefill", "decode")
+is_instance = os.environ.get("MOONCAKE_ROLE") in ("prefill", "decode", "both")
 path = "ready"
 if is_instance:
     port = os.environ["MOONCAKE_WORKER_METRICS_LISTEN"].rpartition(":")[2]

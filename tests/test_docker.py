@@ -1,8 +1,11 @@
 """What can be known of docker/ without an engine: the linter's rules, and that all its settings are ours."""
 
+import os
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -93,6 +96,42 @@ def test_instances_can_be_scaled_and_find_the_conductor() -> None:
         assert "MOONCAKE_INSTANCE" not in service["environment"]
         assert service["environment"]["MOONCAKE_CONDUCTOR_ENDPOINT"] == f"tcp://{address}:7800"
         assert service["depends_on"]["conductor"] == {"condition": "service_healthy"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_the_container_of_an_instance_knows_its_address_and_a_name(tmp_path: Path, role: str) -> None:
+    (tmp_path / "hostname").write_text('#!/bin/sh\necho "${1:+10.0.0.5 }host"\n')
+    (tmp_path / "mooncake-serve").write_text(
+        '#!/bin/sh\necho "$MOONCAKE_MESSENGER_HOSTS $MOONCAKE_INSTANCE"\n'
+    )
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MOONCAKE_ROLE": role}
+    done = subprocess.run(
+        ["sh", DOCKER / "entrypoint"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.stdout == f"10.0.0.5 {role}-host\n"
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_the_container_of_an_instance_is_healthy_when_its_own_port_says_so(role: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
+        Thread(target=server.serve_forever).start()
+        environment = {
+            "MOONCAKE_ROLE": role,
+            "MOONCAKE_WORKER_METRICS_LISTEN": f"0.0.0.0:{server.server_port}",
+            "MOONCAKE_HTTP_PORT": "1",
+        }
+        command = [sys.executable, DOCKER / "healthcheck.py"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
 
 
 def test_prometheus_and_grafana_are_given_what_is_there() -> None:

@@ -85,8 +85,8 @@ class Config(Section):
     num_both: int | None = Field(
         None,
         ge=0,
-        description="instances that decode and compute their own prompts (--role all); default: 1, none beside"
-        " num_prefill, num_decode, pipeline.stages or worker.prefill_layer_window",
+        description="instances that decode and compute their own prompts (--role all); default: 1, but none"
+        " beside num_prefill, num_decode, pipeline.stages or worker.prefill_layer_window",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="what is logged")
     hang_timeout_s: Annotated[float, Field(ge=5.0)] | Literal["never"] = Field(
