@@ -78,8 +78,9 @@ def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
 def memory(machine: Machine, config: Config) -> Iterator[Finding]:
     """Yield findings about room for the pools in memory, in the control group, and in the pools' file
     system."""
-    wanted_bytes = num_instances(config) * int(config.kvcache.pool_bytes)
-    found = f"the pools take {as_size(wanted_bytes)}"
+    num_pools = num_instances(config)
+    wanted_bytes = num_pools * int(config.kvcache.pool_bytes)
+    found = f"the {'pool takes' if num_pools == 1 else 'pools take'} {as_size(wanted_bytes)}"
     if any(process.name == MESSENGER_MODULE for process in machine.processes()):
         yield Finding(Level.OK, "memory", f"{found}; pools are running here and have theirs")
         return

@@ -47,8 +47,9 @@ def test_torch_instead_of_the_cpu_kernels_is_slower_and_not_fatal() -> None:
 
 
 def test_pools_larger_than_the_memory_fail(machine: FakeMachine) -> None:
-    assert only(host.memory(machine, config(kvcache={"pool_bytes": 16 * GIB}))).level is Level.OK
-    finding = only(host.memory(machine, config(kvcache={"pool_bytes": 17 * GIB})))  # two instances
+    pair = {"num_prefill": 1, "num_decode": 1}
+    assert only(host.memory(machine, config(**pair, kvcache={"pool_bytes": 16 * GIB}))).level is Level.OK
+    finding = only(host.memory(machine, config(**pair, kvcache={"pool_bytes": 17 * GIB})))
     assert (finding.level, finding.found) == (
         Level.FAIL,
         "the pools take 34 GiB, 32 GiB of memory are available",
@@ -79,7 +80,7 @@ def test_the_tightest_control_group_counts(machine: FakeMachine, line: str, file
     finding = only(host.memory(machine, config()))
     assert (finding.level, finding.found) == (
         Level.FAIL,
-        "the pools take 2 GiB, 512 MiB are left in this control group",
+        "the pool takes 1 GiB, 512 MiB are left in this control group",
     )
 
 
@@ -104,7 +105,7 @@ def test_the_file_system_of_the_segments_counts(machine: FakeMachine) -> None:
     finding = only(host.memory(Small(machine.root), settings))
     assert (finding.level, finding.found) == (
         Level.FAIL,
-        f"the pools take 16 GiB, 64 MiB are free in {machine.root}",
+        f"the pool takes 8 GiB, 64 MiB are free in {machine.root}",
     )
 
 
