@@ -130,8 +130,8 @@ def test_ports_follow_from_the_role(machine: FakeMachine) -> None:
     assert taken.found.startswith("10.0.1.1:7999 (messenger.port) belongs to")
     assert free.found == "10.0.0.1:7999 (messenger.port) is free"
     assert list(network.ports(machine, config(role="prefill"))) == []  # port 0 takes a free one
-    both = config(kvcache={"listen": "0.0.0.0:7900"}, http={"port": 0})
-    assert only(network.ports(machine, both)).found == (
+    pair = config(num_decode=1, kvcache={"listen": "0.0.0.0:7900"}, http={"port": 0})
+    assert only(network.ports(machine, pair)).found == (
         "0.0.0.0:7900 (kvcache.listen) is free, 0.0.0.0:7901 (kvcache.listen) is free"
     )
 
