@@ -1,5 +1,6 @@
 """Instances of several ranks, as a user starts them: of any degree, and with ranks that die or hang."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -85,8 +86,9 @@ def wait_until_idle(front: Server, num_pools: int) -> None:
             [("prefill.1/messenger", signal.SIGKILL), ("prefill.1", signal.SIGKILL)],
         ),
         ({"prefill": 1, "decode": 2}, [("decode.1", signal.SIGSTOP), ("decode.0", signal.SIGKILL)]),
+        ({"both": 2}, [("both.1", signal.SIGSTOP), ("both.0", signal.SIGKILL)]),
     ],
-    ids=["prefill", "decode"],
+    ids=["prefill", "decode", "both"],
 )
 def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
     degrees: dict[str, int],
@@ -103,7 +105,8 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
         arguments = [f"--role={role}", f"--instance={role}", f"--worker-tensor-parallel={degrees[role]}"]
         return ForkedServer(*arguments, *common, run_dir=run_dir / role)
 
-    with node("prefill") as prefill, node("decode") as decode, ThreadPoolExecutor(8) as threads:
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as threads:
+        nodes = {role: stack.enter_context(node(role)) for role in degrees}
 
         def asked() -> list[tuple[list[int], int]]:
             return list(threads.map(lambda prompt: complete(front, prompt), PROMPTS))
@@ -112,7 +115,7 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
         assert asked() == [
             (tokens, (len(p) - 1) // 8 * 8) for tokens, p in zip(expected, PROMPTS, strict=True)
         ]
-        group = prefill if degrees["prefill"] > 1 else decode
+        group = next(nodes[role] for role, degree in degrees.items() if degree > 1)
         for name, end in ends:
             pid = group.pid_of(name)
             answers = threads.submit(asked)
@@ -122,7 +125,7 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
                 os.kill(pid, signal.SIGCONT)
             assert [tokens for tokens, _ in answers.result()] == expected
             eventually(lambda: is_ready(front), "the group is back")
-        wait_until_idle(front, num_pools=3)
+        wait_until_idle(front, num_pools=sum(degrees.values()))
 
 
 def test_more_ranks_than_kv_heads_are_refused(common: list[str], run_dir: Path) -> None:
