@@ -52,7 +52,7 @@ SHORTER: dict[str, dict[str, str]] = {
     "planner": {"--devices 64": "--devices 16", "--devices 16 --ttft": "--devices 8 --ttft"},
     "simulator": {"--num-requests 10000": "--num-requests 200"},
     "tuning": {
-        "--devices 8 --model": "--devices 2 --model",
+        "--devices 8 --gpus": "--devices 2 --gpus",
         "--rates 0.5,1,2,4 --duration 60": "--rates 0.5,1 --duration 5",
     },
 }
