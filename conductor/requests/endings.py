@@ -19,7 +19,7 @@ class Endings:
         self._limits, self._stats = requests.limits, requests.stats
 
     def abort(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """End a request that its client or front does not want any more."""
+        """End a request whose client has left, or that its front does not know any more."""
         return self._requests.cut_short(tracked, RequestState.ABORTED, now_s)
 
     def fail(

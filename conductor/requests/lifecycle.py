@@ -10,7 +10,8 @@
                                     ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
     every state that is not an end  ──> ABORTED, REJECTED, REFUSED, FAILED
 
-Invariant: every accepted request reaches exactly one of the five ends, once.
+A request is *accepted* when the registry takes it up (`Requests.accept`), before it has a pair, and before
+predictions are checked. Invariant: every accepted request reaches exactly one of the five ends, once.
 """
 
 from dataclasses import dataclass, field
@@ -26,22 +27,22 @@ class RequestState(Enum):
     """The states of a request. The last five are ends.
 
     A request ends as REFUSED if it asks for a feature that its instance does not serve. A refusal in the
-    double check of the TBT SLO (`DecodeRefused`) is no end: the decode instance is added to
-    `TrackedRequest.refused_by`.
+    double check of the TBT SLO (`DecodeRefused`, which answers `Decode` and so comes in DECODING) is no end:
+    the request is WAITING again, and the decode instance is added to `TrackedRequest.refused_by`.
     """
 
     RESUMING = auto()  # an earlier Conductor had the request; its instances may report that they go on
-    WAITING = auto()  # no pair has room for it, or none is registered
+    WAITING = auto()  # no pair has room for it, none is registered, or it is a suspect that awaits reports
     QUEUED = auto()  # in the admission queue, for load to fall
     INTERRUPTED = auto()  # its front was asked how far its output has come
     RESERVING = auto()  # the decode instance was asked for pages
     PREFILLING = auto()  # the prefill instance computes the prompt, or the decode instance if it inlines it
     DECODING = auto()  # prefill has ended; the decode instance computes the answer
     FINISHED = auto()
-    ABORTED = auto()  # its client or front does not want it any more
+    ABORTED = auto()  # its client has left, or its front does not know it any more
     REJECTED = auto()  # rejected before its client has got anything
     REFUSED = auto()  # its instance does not serve a feature that the request asks for
-    FAILED = auto()
+    FAILED = auto()  # it cannot be finished: no attempt may succeed, no pair came back, or its front was lost
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
@@ -71,26 +72,26 @@ class TrackedRequest:
 
     Only `conductor.requests.registry` makes records, changes their state, and gives or takes their pairs.
 
-    Three fields protect a request. They decide which of these can still happen to it:
+    Three fields protect a request. The table says which checks still apply, and how the request ends if it
+    gets no pair:
 
-        field set           admission checks    double check    without a pair
-        none                yes                 yes             REJECTED
-        `refused_by`        no                  yes             REJECTED
-        `is_promised`       no                  no              REJECTED
-        `may_have_begun`    no                  no              FAILED
+        field set           admission checks    double check    too large    no pair in time
+        none                yes                 yes             REJECTED     REJECTED
+        `refused_by`        no                  yes             REJECTED     REJECTED
+        `is_promised`       no                  no              FAILED       REJECTED
+        `may_have_begun`    no                  no              FAILED       FAILED
 
-    Admission checks (`may_be_rejected`): the request is rejected because a prediction misses an SLO or a
-    queue is full, or another request preempts it.
+    - Admission checks (`may_be_rejected`): the request is rejected if a prediction misses an SLO or a queue
+      is full, and another request may preempt it.
+    - Double check (`may_be_refused`), when the prefill has ended: with policy `baseline` the Conductor
+      rejects the request. With the other policies the decode instance refuses it, and the request is placed
+      on another one, waits in the admission queue, or is rejected.
+    - Too large: no registered pair is large enough for the request.
+    - No pair in time: no pair had room within `placement_timeout_s`. While a role has no instance at all, a
+      request whose output cannot have begun does not wait for so long.
 
-    Double check (`may_be_refused`): when the prefill has ended, the Conductor rejects the request (policy
-    `baseline`), or the decode instance refuses it (the other policies). A refused request is placed on
-    another decode instance. If no instance or no time is left for that, and the request cannot wait in the
-    admission queue, it is rejected.
-
-    Without a pair: the end of the request if no pair can be expected to have room for it. With `is_promised`
-    the request ends as FAILED if no pair is large enough for it any more.
-
-    In every row a failure can end the request as FAILED, and its client or front can end it as ABORTED.
+    If several fields are set, the lowest row applies. Apart from the table, a failure can end any request as
+    FAILED, as the loss of its front does; its client can end it as ABORTED.
     """
 
     request: Request

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvstore.pool.eviction import coldest, unprotected
+from kvstore.pool.eviction import first_victims, unprotected
 from kvstore.pool.pages import FREE, QUARANTINED, RESERVED, SEALED, Array, PageTable, PageWriter
 from kvstore.pool.shares import NO_TENANT, Shares
 from mooncake.config.policies import EvictionPolicy
@@ -187,12 +187,12 @@ class PageAllocator:
             plain = idle[may_go & ~self.soft_pinned[idle]]
             if len(plain):
                 no_pins = np.zeros(len(plain), np.bool_)
-                chosen = coldest(self.policy, self.table, plain, no_pins, num_victims)
+                chosen = first_victims(self.policy, self.table, plain, no_pins, num_victims)
                 return unprotected(chosen, self.shares.tenants_of(np.asarray(chosen)), num_disposable)
-        return coldest(self.policy, self.table, idle, self.soft_pinned[idle], num_victims)
+        return first_victims(self.policy, self.table, idle, self.soft_pinned[idle], num_victims)
 
     def evict(self, page: int) -> None:
-        """Evict the block in an idle page, and free the page."""
+        """Evict the block in an idle page, and free the page. For pages in DRAM, see `Evictor.evict`."""
         assert self.is_idle(page)
         self.num_idle -= 1
         self.table.free(page)
@@ -200,7 +200,10 @@ class PageAllocator:
         self._forget(page)
 
     def evict_coldest(self, num_pages: int) -> None:
-        """Evict the `num_pages` coldest idle pages, or all idle pages if there are fewer."""
+        """Evict the blocks in the `num_pages` coldest idle pages, or in all idle pages if there are fewer.
+
+        The result is that of `coldest` and `evict` for each page; this is faster.
+        """
         while num_pages > 0 and self.coldest() is not None:
             chosen: list[int] = []
             while self._victims and len(chosen) < num_pages:

@@ -26,10 +26,10 @@ _SOFT = np.uint64(1 << 63)
 """The highest bit of a uint64, set for softly pinned blocks."""
 
 
-def coldest(
+def first_victims(
     policy: EvictionPolicy, table: PageTable, candidates: Array, is_soft: Array, num_pages: int
 ) -> list[int]:
-    """Return the `num_pages` of `candidates` (page numbers) to evict first, in that order.
+    """Return the `num_pages` of `candidates` (page numbers) that the policy evicts first, in that order.
 
     `is_soft` says of each candidate whether it is softly pinned.
     """

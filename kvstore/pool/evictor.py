@@ -29,9 +29,9 @@ class LowerTier(Protocol):
 class Evictor:
     """The component that evicts blocks from DRAM when pages are needed.
 
-    `on_evict` is called with each page before its block is evicted. `on_space` is called whenever a page
-    becomes free or idle. `on_pressure` is called when fewer pages are free than `low_watermark`, or than a
-    request needs.
+    `on_evict` is called with each page before its block is evicted. `on_space` is called by `changed`, when a
+    page has become free, idle or evictable; `evict` does not call it. `on_pressure` is called when fewer
+    pages are free than `low_watermark`, or than a request needs.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Evictor:
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` pages are free.
 
-        Returns False if too few blocks can be evicted now: the blocks are in use, or the lower tier does not
-        hold them yet.
+        Returns False at the first page, in the order of eviction, whose block the lower tier does not hold
+        yet, and when no idle page is left. Pages further back in the order are not tried.
         """
         while self._allocator.num_free < num_pages:
             page = self._allocator.coldest()
@@ -72,7 +72,7 @@ class Evictor:
         return True
 
     def require(self, num_pages: int) -> None:
-        """Evict until `num_pages` pages are free. Raises PoolFullError if that is impossible now.
+        """Make room for `num_pages` pages (`make_room`). Raises PoolFullError if that is impossible now.
 
         If enough pages are free or idle, but the lower tier does not hold their blocks yet, `num_wanted`
         becomes at least `num_pages`.
@@ -101,7 +101,10 @@ class Evictor:
         return lower is None or not lower.is_accepting or lower.holds(self._allocator.table.key(page))
 
     def evict(self, page: int) -> None:
-        """Evict the block in an idle page."""
+        """Evict the block in an idle page, and count the eviction.
+
+        Tasks that wait for a page are not woken: a caller that frees pages for others calls `changed`.
+        """
         key = self._allocator.table.key(page)
         self._on_evict(page)
         self._allocator.evict(page)

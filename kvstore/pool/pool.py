@@ -311,11 +311,12 @@ class Pool:
     def _remove_user(self, pages: Collection[int], *, used: bool = True) -> None:
         for page in self.allocator.remove_user(pages, used=used):
             self._free(page)
-        for page in pages if self.holds.num_of else ():
-            # A RESERVED page whose users are holds only has lost its reservation. It is out of use until the
-            # holds end: late bytes must not reach its next owner. (Holders only read a SEALED page.)
-            if self.table.state_of[page] == RESERVED and self.holds.are_all_users(page):
-                self.table.quarantine(page)
+        if self.holds.num_of:
+            for page in pages:
+                # A RESERVED page whose users are holds only has lost its reservation. It is out of use until
+                # the holds end: late bytes must not reach its next owner. (Holders only read a SEALED page.)
+                if self.table.state_of[page] == RESERVED and self.holds.are_all_users(page):
+                    self.table.quarantine(page)
         self.evictor.users_left()
 
     def _free(self, page: int) -> None:

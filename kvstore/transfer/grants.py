@@ -2,7 +2,8 @@
 
 This module is the receiving half of a transfer. Every remote write names grant, page and generation, and is
 refused unless all three are current. Layers that have arrived already are not written again; a repeated write
-of the same bytes is acknowledged. A grant may have several writers, each with other layers, heads or blocks.
+of the same bytes is acknowledged. A write to a grant that is complete is acknowledged unseen: nothing of it
+is checked, and nothing is placed. A grant may have several writers, each with other layers, heads or blocks.
 The loss of any writer before the grant is complete fails the grant.
 
 Where this process receives the bytes (over TCP, and over shared memory without a copy slot), a write is

@@ -208,7 +208,7 @@ class OutgoingSession:
         except asyncio.CancelledError:
             request.fail("cancelled")
             raise
-        self._track(request, limit)
+        self._count_until_done(request, limit)
         if self.closed_reason is not None:
             request.fail(self.closed_reason)
             return
@@ -219,10 +219,10 @@ class OutgoingSession:
         elif lane is not None:
             await lane.take_turns(request)
 
-    def _track(self, request: LaneRequest, limit: asyncio.Semaphore) -> None:
-        """Count a request as pending until it is done.
+    def _count_until_done(self, request: LaneRequest, limit: asyncio.Semaphore) -> None:
+        """Count a request as pending until it is done, and release `limit` then.
 
-        Then another request of its class can become pending.
+        For this the request's `done` is replaced by a function that also calls the former `done`.
         """
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)

@@ -45,11 +45,14 @@ class SharedPages:
             raise TransferError(f"slot {slot.number} was given up meanwhile")
 
     def place(self, write: Write, layer_bytes: int, fd: int = -1, word: bytes = b"") -> int | None:
-        """Place the bytes of all entries, `layer_bytes` bytes of each layer.
+        """Place the bytes of all entries, `layer_bytes` bytes of each layer, and then send `word` over `fd`.
 
-        Returns None if the bytes are not in place and intact, or if the grant was closed meanwhile; then the
-        receiver has to copy the bytes or refuse them. Otherwise sends `word`, if there is any, over `fd`
-        without blocking, and returns the number of its bytes that were sent.
+        `word` is sent without blocking, and only if all bytes are in place and intact, and the grant is
+        still open.
+
+        Returns:
+            The number of bytes of `word` that were sent. None if the bytes are not in place; then the
+            receiver has to copy them or refuse them.
         """
         if layer_bytes <= SHORT_LAYER_BYTES:
             return None
@@ -67,7 +70,7 @@ class SharedPages:
                 return None
             target = self._copy_slot.pages_offset + entry.page * self._copy_slot.page_stride + begin
             slices += (target, entry.source_offset, entry.num_layers)
-        num_left: int = self._native.place(
+        num_sent_bytes: int = self._native.place(
             self._copy_table,
             self._copy_slot.number,
             write.grant_id,
@@ -81,7 +84,7 @@ class SharedPages:
             word,
             len(word),
         )
-        return None if num_left < 0 else num_left
+        return None if num_sent_bytes < 0 else num_sent_bytes
 
     def leave(self) -> None:
         """Return the copy slot to its owner."""

@@ -9,7 +9,7 @@ them.
                                    <-     Challenge(nonce, proof) | Refused
     Introduction(proof, ...)       ->                     both have shown that they know the cluster's key
                                    <-     Welcome | Refused
-    Open(transfer, grant)          ->                     from now on a loss of the sender fails the grant
+    Open(transfer, grant)          ->                     normally left out: the first Write opens
     Write(transfer, heads, ...)    ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
     Close(transfer, reason)        ->                     done, or given up: the sender has stopped writing
@@ -24,6 +24,13 @@ them.
                                    <-     Exposed         where the pages are; closed with the transfer
     Probe                          ->                     bytes to be discarded, to measure a path
                                    <-     WriteAck
+
+The first `Write` or `Open` makes a transfer known to the receiver: from then on a loss of the sender fails
+the grant. `Open` is sent if nothing was written within `NOT_URGENT_S`, when a lane is lost, and before the
+`Close` of a transfer that is given up before any write.
+
+The receiver compares the bytes of each write with their checksums, except if the sender has placed them over
+shared memory (`is_placed`): the sender has compared those.
 
 Each side has a shard of the same model's blocks: a range of the model's layers, and in each layer a range of
 heads. Layers and heads in messages are numbered as in the model. If both sides have the same heads, frames do
@@ -149,7 +156,10 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """The beginning of a transfer. `transfer_id` is the sender's, unique in its session."""
+    """The announcement of a transfer, in case no write has opened it.
+
+    `transfer_id` is unique in its session.
+    """
 
     transfer_id: int
     grant_id: int

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.pool.eviction import coldest
+from kvstore.pool.eviction import first_victims
 from kvstore.pool.pages import PageTable
 from mooncake.config.policies import EvictionPolicy
 
@@ -40,7 +40,9 @@ def order(policy: EvictionPolicy, pages: list[Page], num_pages: int | None = Non
     table.positions[:] = [page.position for page in pages]
     candidates = np.flatnonzero([page.is_candidate for page in pages])
     is_soft = np.asarray([pages[number].is_soft for number in candidates], np.bool_)
-    numbers = coldest(policy, table, candidates, is_soft, len(pages) if num_pages is None else num_pages)
+    numbers = first_victims(
+        policy, table, candidates, is_soft, len(pages) if num_pages is None else num_pages
+    )
     assert len(set(numbers)) == len(numbers)
     assert set(numbers) <= set(candidates.tolist())
     return [pages[number] for number in numbers]
@@ -111,5 +113,5 @@ def test_choosing_does_not_change_the_table() -> None:
     table = PageTable.in_memory(4, 1)
     table.last_uses[:] = [4, 3, 2, 1]
     for policy in EvictionPolicy:
-        coldest(policy, table, np.arange(4), np.ones(4, np.bool_), 2)
+        first_victims(policy, table, np.arange(4), np.ones(4, np.bool_), 2)
         assert table.last_uses.tolist() == [4, 3, 2, 1]
