@@ -138,7 +138,7 @@ class Rebalancer:
         self._same: Work | None = None
         """The work for which `_num_left` was set."""
         self._names: frozenset[str] = frozenset()
-        """The names of the instances for which `_num_left` was set."""
+        """The names of all instances at the time when `_num_left` was set."""
         self._other_names: tuple[frozenset[str], float] = (frozenset(), math.inf)
         """The names of the present instances, and the time at which they began to differ from `_names`.
 

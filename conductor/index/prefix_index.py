@@ -34,7 +34,7 @@ class PrefixMatch(NamedTuple):
 
     num_slots: int
     depths: list[int]
-    """Different numbers of leading blocks, in any tier, in rising order."""
+    """The numbers of leading blocks that instances hold, in any tier: each number once, in rising order."""
     masks: list[int]
     """The mask of the slots that hold exactly this number of leading blocks, for each depth.
 

@@ -143,10 +143,16 @@ class Modules:
         return ""
 
     def heard(self, instance: Instance, before: Heartbeat | None, now_s: float) -> list[Effect]:
-        """Record from a heartbeat where the instance's modules are, and whether an order was carried out.
+        """Record from a heartbeat where an instance's modules are, and whether an order was carried out.
 
-        Returns messages to the fronts if the instance's number of device pages, the part at its helper, or
-        the helper, has changed.
+        Args:
+            instance: The owner of the modules. Its `heartbeat` is the one that has just come.
+            before: The instance's heartbeat before that; None if there was none.
+            now_s: The time.
+
+        Returns:
+            Messages to the fronts, if the instance has another number of device pages, another part at its
+            helper, or another helper than before.
         """
         order, place = instance.modules_order, instance.modules
         is_told = order is not None and (place.epoch, place.number) == (order.epoch, order.number)

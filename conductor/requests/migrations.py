@@ -167,9 +167,10 @@ class Migrations:
     # -- what workers say ---------------------------------------------------------------------------
 
     def on_pre_copied(self, tracked: TrackedRequest, pre_copied: PreCopied, now_s: float) -> list[Effect]:
-        """Return the order of the next step after a copy of blocks.
+        """Return the next order of a migration whose source has stored full blocks in its pool.
 
-        The order is a fetch by the destination, the hand-over, or the copy of one more block.
+        The order goes to the destination (load the blocks), or to the source (hand the request over, or store
+        one more block when it is full): see `step_behind_copies`. The migration of a suspect ends instead.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.COPYING:

@@ -214,9 +214,9 @@ class ClusterView:
         self._adopt_costs(slot)
 
     def _adopt_costs(self, slot: int) -> None:
-        """Adopt the costs that instances of the same kind have learned.
+        """Give an instance that has learned no costs those that instances of the same kind have learned.
 
-        Only the costs of stages that the instance's role does are adopted.
+        Costs of prefill are adopted if it computes prompts, costs of decode if it decodes.
         """
         loads = self.loads
         if loads.is_prefill.item(slot) or loads.inlines.item(slot):

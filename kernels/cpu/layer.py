@@ -253,16 +253,17 @@ def run_layers(
     In all else the function is like `Layer.__call__`.
 
     Args:
-        layers: Each layer with its pages and its attention. If `helped` is set, they lack the helper's part.
+        layers: Each layer with its pages and its attention. With `helped`, both lack the helper's part.
         hidden: The states that enter the first layer.
         slots: The token slots of the new tokens.
         workspace: Memory for intermediate results, as in `Layer.__call__`.
-        helped: The exchange with a helper that has the last heads, or the first pages of sequences. The pass
-            must have been described to the helper (`AttentionOwner.begin`). None without such a helper.
-        owner: The mailbox of another process for which the layers are computed. That process is told when
-            each layer is done. None if the layers are computed for this process.
+        helped: The exchange with a helper, if another process computes the attention of the last heads, or of
+            the first pages of sequences. The pass must have been described to the helper
+            (`AttentionOwner.begin`).
+        owner: The mailbox of the layers' owner, if this process computes moved layers for another process.
+            The owner is told when each layer is done.
 
-    Raises HelperLost.
+    Raises HelperLost if the helper of `helped` is lost.
     """
     first, pages, attention = layers[0]
     first._check_pass(hidden, pages, attention, slots, workspace, helped)

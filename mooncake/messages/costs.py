@@ -25,7 +25,7 @@ TBT_SHARE = 0.1
 FAST'25, section 5.1)."""
 
 _WAIT_DEVIATIONS = 2.0
-"""Standard deviations that are added to the mean in the prediction of a wait for a slot."""
+"""Standard deviations that are added to the mean in the prediction of a wait for a batch slot."""
 _HUBER_DEVIATIONS = 1.345
 """Standard deviations up to which an error counts by its square.
 

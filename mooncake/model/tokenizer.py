@@ -164,17 +164,16 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """A decoder of a stream of token ids into pieces of text, which together are `Tokenizer.decode` of all
-    ids.
+    """A decoder of a stream of token ids into pieces of text.
+
+    The pieces together are `Tokenizer.decode` of all ids, with one exception: with SentencePiece's byte
+    fallback, bytes that never become a character also spoil the whole characters right before them in the
+    text of `decode`. The stream has returned these characters by then.
 
     Text is returned as soon as later tokens cannot change it: the start of a multi-byte character is held
     back. A window of recent tokens is decoded each time, with some tokens whose text has been returned
     already, as a token's text may depend on its neighbours. So a token costs the same however long the stream
     is.
-
-    The pieces differ from `decode` in one case: with SentencePiece's byte fallback, bytes that never become a
-    character also spoil the whole characters right before them in the text of `decode`. The stream has
-    returned these characters by then.
 
     Invariant: `_num_emitted <= len(decode(_window))`; the first `_num_emitted` characters of
     `decode(_window)` have been returned.

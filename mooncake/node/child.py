@@ -1,7 +1,7 @@
 """A child of the supervisor: one process of the node, over all its incarnations.
 
-Owns: the process, its pipes, the state and end of the current incarnation. Does not know: when a child is
-started or ended (`mooncake.node.supervisor`), what the process does.
+Owns: the process, its pipes, the state and end of the current incarnation, the pause before the next one.
+Does not know: who starts, restarts and ends a child (`mooncake.node.supervisor`), what the process does.
 """
 
 import asyncio

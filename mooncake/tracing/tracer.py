@@ -49,8 +49,7 @@ class OpenSpan:
     def __init__(self, span: Span, zero_ns: int) -> None:
         """Wrap a begun span.
 
-        `zero_ns`: the wall-clock time in nanoseconds at which the monotonic clock began, as of the span's
-        beginning.
+        `zero_ns`: the wall clock minus the monotonic clock, in nanoseconds, measured when the span began.
         """
         self.span, self.zero_ns = span, zero_ns
         self.context = _context_in(set_span_in_context(span))
@@ -187,8 +186,7 @@ def _given(attributes: Attributes) -> dict[str, Value]:
 
 
 def _zero_ns() -> int:
-    """Return the wall-clock time in nanoseconds at which the monotonic clock began, the same for a span and
-    its parts."""
+    """Return the wall clock minus the monotonic clock, in nanoseconds: one value for a span and its parts."""
     return time.time_ns() - time.monotonic_ns()
 
 

@@ -26,6 +26,19 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
 
 
+class _DeviceLimits(NamedTuple):
+    """The sampling limits of S rows on the device of their logits: float64 tensors `[S, 1]`.
+
+    The fields are those of `DrawLimits`.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniforms: torch.Tensor
+
+
 class DrawLimits(NamedTuple):
     """The sampling limits of S rows: float64 arrays `[S]` on the CPU.
 
@@ -45,10 +58,10 @@ class DrawLimits(NamedTuple):
         """Return the limits of these rows (indices)."""
         return DrawLimits(*(values[rows] for values in self))
 
-    def on(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the five limits as float64 tensors `[S, 1]` on a device, without waiting for it."""
+    def on(self, device: torch.device) -> _DeviceLimits:
+        """Return the limits on a device, without waiting for it."""
         columns = upload([values.astype(np.float64)[:, None].view(np.int64) for values in self], device)
-        return [column.view(torch.float64) for column in columns]
+        return _DeviceLimits(*(column.view(torch.float64) for column in columns))
 
 
 @torch.inference_mode()
@@ -84,12 +97,12 @@ def _draw(logits: torch.Tensor, limits: DrawLimits) -> torch.Tensor:
     """Draw a token of each row from all tokens, in the order of their ids: int64 `[S]`.
 
     The draw is from the cumulative distribution in float64."""
-    temperature, _, _, _, uniforms = limits.on(logits.device)
+    on_device = limits.on(logits.device)
     # In place: new memory for all rows takes longer than the arithmetic.
-    weights = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(temperature).exp_()
+    weights = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(on_device.temperature).exp_()
     cumulative = weights.cumsum_(-1)
     mass = cumulative[:, -1:].contiguous()
-    token = torch.searchsorted(cumulative, uniforms * mass, right=True)
+    token = torch.searchsorted(cumulative, on_device.uniforms * mass, right=True)
     # If the product is rounded up to the whole mass, the last token that has mass is drawn.
     token = torch.minimum(token, torch.searchsorted(cumulative, mass))[:, 0]
     # A row whose mass is NaN draws some token: an id outside the vocabulary would fail the whole batch.
@@ -106,7 +119,9 @@ def _draw_filtered(logits: torch.Tensor, limits: DrawLimits, num_ranked: int | N
     """
     vocab_size = logits.shape[-1]
     num_ranked = min(num_ranked or _NUM_LIKELY, vocab_size)
-    temperature, top_k, top_p, min_p, uniforms = limits.on(logits.device)
+    on_device = limits.on(logits.device)
+    temperature, top_k, top_p = on_device.temperature, on_device.top_k, on_device.top_p
+    min_p, uniforms = on_device.min_p, on_device.uniforms
     values, tokens = _rank(logits, num_ranked)
     weights = values.double().sub_(values[:, :1]).div_(temperature).exp_()
     cumulative = weights.cumsum(-1)

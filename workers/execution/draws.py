@@ -104,7 +104,10 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """Append a token to the output of a row that was made before the token was drawn."""
+        """Append a token to the output of a row, for penalties and grammars that depend on the output.
+
+        For a row that was made while the earlier pass had not yet drawn its newest token.
+        """
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:

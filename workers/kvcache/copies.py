@@ -40,7 +40,10 @@ class BlockCopy(Protocol):
     def pool_page(self) -> int: ...
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the xxh3-64 of a stored and uncommitted layer; None if the pool has the checksum."""
+        """Return the xxh3-64 of a layer in its pool page, if this process keeps it.
+
+        None if the pool's page table has the checksum: that is so once the layer is committed.
+        """
 
 
 Mark = torch.cuda.Event | None

@@ -50,7 +50,10 @@ class PromptBlock:
         self.stored.append(checksum)
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the kept xxh3-64 of `layer`; None if the pool has the checksum."""
+        """Return the xxh3-64 of `layer` that `keep_checksum` has kept; None if it was not called for it.
+
+        Then the pool's page table has the checksum.
+        """
         position = layer - self.first_stored
         if self.stored is None or not 0 <= position < len(self.stored):
             return None

@@ -1,4 +1,4 @@
-"""The session of a later stage with its messenger, the previous stage and the next stage.
+"""The session of a stage, other than the first, with its messenger, the previous stage and the next one.
 
 Owns: the stage's connections. Does not know: how requests are computed, the Conductor.
 """
@@ -33,9 +33,10 @@ LINGER_S = 0.5
 
 
 class StageSession:
-    """A later stage's session, which runs until the messenger or a neighbouring stage is lost.
+    """The session of a stage of a prefill pipeline other than the first one.
 
-    `layout` is the whole model's.
+    A session lasts from its connection to the messenger until the messenger, the previous stage or the next
+    stage is lost. `layout` is the layout of the whole model's blocks, not of the stage's layers.
     """
 
     def __init__(

@@ -36,7 +36,11 @@ log = logging.getLogger(__name__)
 
 
 class CacheKeys:
-    """A `CacheStore` that keeps a cluster's context caches in etcd, and tidies up while `run` runs."""
+    """The `CacheStore` of a cluster with etcd, which keeps its context caches there.
+
+    While `run` runs, caches that have ended are removed from etcd, and changes that etcd has not answered
+    are repeated.
+    """
 
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys

@@ -159,6 +159,7 @@ class GenerationFields(BaseModel):
     response_format: ResponseFormat | None = None
     priority: Priority | None = Field(None, description="lower goes first")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
+    # Its limits are only documented here; `conductor.front.requests.validation` checks them.
     stop: SkipValidation[Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None] = None
     stop_token_ids: Annotated[ListOf[SkipValidation[int]], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
