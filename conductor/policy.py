@@ -304,8 +304,8 @@ class Conductor:
 
         If `num_choices` more requests would exceed `max_running_requests`, another request may be rejected in
         favour of the new one. If no other request may be rejected, the new one is accepted only if all its
-        answer's choices leave its tenant within an equal part of the limit. So at most `max_running_requests`
-        times 1 + 1/2 + 1/3 ... requests are running, with a term for each tenant.
+        answer's choices leave its tenant within an equal part of the limit: if one tenant has filled the
+        limit, a second one can still run half as many requests, then a third one a third, and so on.
         """
         if self._requests.running.are_within_limit(num_choices):
             return []
@@ -318,6 +318,9 @@ class Conductor:
         self, tracked: TrackedRequest, claim: QuotaClaim | None, now_s: float
     ) -> tuple[Reason, str, float | None] | None:
         """Return why a new request is rejected; None if it is accepted.
+
+        The request may be a further choice of an answer whose first choice runs already. So a rule that
+        depends on the time must not be here: it could reject one choice of an answer, and not the others.
 
         Returns:
             The reason, the text for the client, and the seconds after which to retry; None for unknown

@@ -1,11 +1,14 @@
-"""Draining of instances, which then leave.
+"""Draining of instances, which then leave, or stay without requests.
 
 Their requests, and the blocks that only they hold, go to other instances. Modules that they host go back to
 their owners.
 
-    SERVING, SWITCHING ──> DRAINING ──> RETIRED, when nothing is left
-                                    ──> SERVING, if the order is taken back
-                       ──> RETIRING ──> RETIRED
+    SERVING, SWITCHING ──> DRAINING, by order of an operator
+                       ──> RETIRING, when the instance's worker has been told to end
+    DRAINING           ──> RETIRED, when nothing is left, unless the order says that the instance stays
+                       ──> SERVING, if the order is taken back
+                       ──> RETIRING
+    RETIRING           ──> RETIRED, when nothing is left
 
 Owns: an instance's way out of the cluster. Does not know: sockets, how requests are moved away, which blocks
 are copied.

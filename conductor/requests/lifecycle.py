@@ -6,7 +6,7 @@
 
     RESUMING ──> PREFILLING, DECODING      (its instances have gone on with the request)
              ──> WAITING, INTERRUPTED      (its instances have not)
-    RESERVING, PREFILLING, DECODING ──> WAITING (retry)
+    RESERVING, PREFILLING, DECODING ──> WAITING (retry, preemption, drain, refusal in the double check)
                                     ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
     every state that is not an end  ──> ABORTED, REJECTED, REFUSED, FAILED
 

@@ -49,7 +49,7 @@ class Placer:
         Returns no effects if no request yields, or if the new request would still get no pair.
         """
         if self._preemption.first(tracked, 0.0, now_s) is None:
-            return []  # no request yields on any instance: this check is cheaper than a placement
+            return []  # none yields even to a prompt of 0 seconds: this check is cheaper than a placement
         placement = self._schedule(tracked, now_s)
         if placement is None:
             return []
@@ -148,17 +148,18 @@ class Placer:
     def _checked(
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> tuple[Placement, Rejection | None]:
-        """Return the placement that best meets the SLOs, and a rejection if it misses an SLO.
+        """Return `placement`, or another one if it misses the TTFT SLO, and a rejection if an SLO is missed.
 
-        If `placement` misses the TTFT SLO, these placements are tried:
+        The others are tried one after the other, while the TTFT SLO is missed:
 
         1. If the prompt would wait for blocks that other prompts compute: the placement with the soonest
-           first token, even if it computes the blocks again.
-        2. If the TTFT SLO is still missed: a placement of the other kind, inlined or a pair. It is taken only
-           if it meets both SLOs.
+           first token, even if it computes the blocks again. It replaces `placement` in any case.
+        2. If there are inlining instances: inlined instead of a pair, or a pair instead of inlined. It is
+           taken only if it meets both SLOs.
 
         Returns:
-            The chosen placement, and the rejection for the SLO that it misses; None if it misses no SLO.
+            The chosen placement, and the rejection for the SLO that it misses. None instead of the rejection
+            if it misses no SLO, or if no prediction may reject the request any more.
         """
         if not tracked.may_be_rejected:
             return placement, None

@@ -1,7 +1,8 @@
 """Reasons for which a request is rejected, with their HTTP status. Pure values.
 
 `Rejection` has the client's text for an SLO that a prediction misses. The texts of other reasons are in the
-modules that find them: `conductor.policy`, `conductor.requests.placer`, `conductor.admission.quotas`.
+modules that find them: `conductor.policy`, `conductor.requests.placer`, `conductor.admission.quotas`. With
+DOUBLE_CHECK the text is the decode instance's (`DecodeRefused.reason`).
 """
 
 from enum import StrEnum

@@ -202,9 +202,13 @@ class Backend:
             raise Unreachable(self.url, error) from error
 
     def _try_again(self, patiently: bool) -> threading.Thread | None:
-        """Start an attempt to reconnect if one is due.
+        """Start an attempt to reconnect, unless one runs already.
 
-        Returns the thread of the attempt if the caller shall wait for it, else None.
+        If not `patiently`, an attempt is started only after a pause since the last failure.
+
+        Returns:
+            The thread of the attempt for which the caller should wait: the one that was started, or with
+            `patiently` also one that runs already. Otherwise None.
         """
         with self._lock:
             if self._attempt is not None:

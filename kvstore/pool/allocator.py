@@ -177,8 +177,9 @@ class PageAllocator:
     def _chosen(self, idle: Array) -> list[int]:
         """Return the next victims among the `idle` pages.
 
-        Victims are pages that neither a tenant's share nor a soft pin protects, or any idle pages if all are
-        protected.
+        If tenants have protected shares, the victims are pages that neither a share nor a soft pin protects.
+        If there are no such pages, or no shares, the policy chooses among all idle pages, softly pinned ones
+        last.
         """
         num_victims = max(1, self.table.num_pages // _VICTIMS_SHARE)
         num_disposable = self.shares.num_disposable(np.flatnonzero(self.table.states != FREE))

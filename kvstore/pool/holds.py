@@ -72,7 +72,10 @@ class Holds:
         return list(self._former_writers)
 
     def keep_aside(self, writer: PageWriter) -> None:
-        """Record that `writer` may also be writing to any page of the former writers."""
+        """Record that `writer`, too, may be writing to any page that a former writer has.
+
+        The page table names one writer for each page, but several processes may have been copying there.
+        """
         pages = {page for pages in self._former_writers.values() for page in pages}
         own = self._former_writers.setdefault(writer, [])
         for page in pages.difference(own):

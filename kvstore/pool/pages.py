@@ -6,6 +6,9 @@
                 |
                 +--> FREE     (the page is private, its write was given up, or its key is sealed elsewhere)
 
+A SEALED page becomes FREE when its block is evicted. A block that is removed or damaged passes QUARANTINED,
+even if its page has no users.
+
 A process may die between any two writes to the table. So each transition writes its fields in a fixed order:
 
     to RESERVED       writer, state

@@ -288,8 +288,8 @@ class Pool:
     ) -> list[Block]:
         """Return a block for each key, in its page or in a fresh page.
 
-        `places` has the page of each key, or None. It may be shorter than `keys`: keys at the end get fresh
-        pages.
+        `places` are the pages of the first keys, with None for a key that needs a fresh page. All keys behind
+        them get fresh pages, too.
         """
         fresh = self.allocator.take(len(keys) - len(places) + places.count(None), writer)
         self.evictor.pages_taken()

@@ -112,7 +112,11 @@ class Sends:
 
 
 class Send:
-    """One transfer, made by `run`. `outcome` is done when the transfer has succeeded or failed."""
+    """One transfer, made by `run`. `outcome` is done when the transfer has succeeded or failed.
+
+    A layer of a block is first committed by the worker, then *submitted* (handed to the transfer, in a write
+    with others), then *placed* (in its remote page).
+    """
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ class Send:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unplaced = 0
-        """Number of layers not submitted yet, and number of layers not in their remote pages yet.
+        """The number of layers that are not submitted yet, and of those that are not placed yet.
 
         The numbers count the layers of all blocks. Both are 0 until the receiver's shard is known.
         """

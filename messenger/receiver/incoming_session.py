@@ -127,6 +127,11 @@ class IncomingSession:
             lane.conceal_in_time(transfer_id)
 
     def revoke(self, grant_id: int, reason: str) -> None:
+        """End the transfers to a grant that has ended, and tell the sender to stop.
+
+        The pages that are open to the sender are closed when the sender has answered with `Close`, or in a
+        while.
+        """
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
             del self.grants[transfer_id]
             self.post(TransferEnded(transfer_id, brief(reason)))

@@ -1,11 +1,13 @@
 """The session with another messenger, on the sending side: its lanes, and the requests for them.
 
 A lane with capacity takes the next request. So requests spread over streams and addresses according to the
-speed of each, and the requests of a lost lane go to the other lanes. A transfer fails if:
+speed of each, and the requests of a lost lane go to the other lanes. The session fails a transfer if:
 
 - no lane is left;
 - a request has lost several lanes in a row, or a lane that cannot carry the request (`Lane.refused`);
 - the receiver refuses a write, or has given the grant up.
+
+The owner of a transfer can give it up too: when it is cancelled, or finds its own page damaged.
 
 Owns: the session with one messenger. Does not know: keys, leases (a request's memory must not change before
 its `done`).
@@ -41,8 +43,8 @@ from mooncake.messages.blocks import KVLayout
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_REQUESTS = 16
-"""The most pending requests of one class, in flight or queued. Callers with further requests wait."""
+MAX_PENDING_REQUESTS = 16
+"""The most pending requests of one class, queued or in flight. Callers with further requests wait."""
 _NUM_LOST_LANES = 64
 """The number of lost lanes that are remembered, because the receiver may not have noticed their loss."""
 _YIELDED_TURNS = 2
@@ -75,7 +77,7 @@ class OutgoingSession:
         self._lanes: list[Lane] = []
         self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
         self._queues: Queues[Lane] = Queues()
-        self._limits = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
+        self._limits = {urgency: asyncio.Semaphore(MAX_PENDING_REQUESTS) for urgency in Urgency}
         self._transfers = OpenTransfers(self._lanes)
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time

@@ -82,6 +82,7 @@ class Transfer:
         if the transfer has failed; `done` is called then too.
         """
 
+        # `finish` is called once. `acknowledged` follows only if this side has copied the bytes itself.
         def finish(outcome: WriteOutcome, reason: str) -> None:
             if outcome is not WriteOutcome.PLACED:
                 self.fail(reason)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, assert_never
 
 from messenger.transport.pacing import begin_unpaced
 from messenger.transport.stream import TURN_BYTES, Stream
@@ -135,19 +135,23 @@ def paths(
     by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
     by_rdma = [Path(Transport.RDMA, address.tcp_endpoints[0], nic) for nic in nics]
     shares_host = host_id == address.host_id
-    if choice == "tcp":
-        return [by_network]
-    if choice == "rdma":
-        return [by_rdma]
-    if choice == "auto":
-        between_hosts = [*by_rdma, *(path._replace(is_standby=bool(by_rdma)) for path in by_network)]
-        return [by_memory, between_hosts] if shares_host else [between_hosts]
-    if not shares_host:
-        raise TransferError(
-            f"transport shm needs one host, but {address.instance} is on {address.host_id}"
-            f" and this is {host_id}; set transport: auto"
-        )
-    return [by_memory]
+    match choice:
+        case "tcp":
+            return [by_network]
+        case "rdma":
+            return [by_rdma]
+        case "auto":
+            between_hosts = [*by_rdma, *(path._replace(is_standby=bool(by_rdma)) for path in by_network)]
+            return [by_memory, between_hosts] if shares_host else [between_hosts]
+        case "shm":
+            if not shares_host:
+                raise TransferError(
+                    f"transport shm needs one host, but {address.instance} is on {address.host_id}"
+                    f" and this is {host_id}; set transport: auto"
+                )
+            return [by_memory]
+        case _:
+            assert_never(choice)
 
 
 async def connect(path: Path, tls: Tls | None) -> Stream:

@@ -55,7 +55,10 @@ class InstanceState(StrEnum):
     SWITCHING = "switching"
     """The instance gets no new requests, and changes its role when it has none left."""
     DRAINING = "draining"
-    """The instance gets no new requests, and ends when it has none left, unless an operator calls it back."""
+    """The instance gets no new requests, by order of an operator, who can call it back.
+
+    When nothing is left there, it retires, or stays without requests, as the order says.
+    """
     RETIRING = "retiring"
     """The instance drains because its worker has been told to end."""
     RETIRED = "retired"

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 
 class WindowRule(Enum):
-    """The rules by which the keys of a `config.json` say which layers have a sliding window."""
+    """The ways in which a `config.json` tells which layers have a sliding window."""
 
     NEVER = auto()
     ALL_LAYERS = auto()

@@ -127,7 +127,10 @@ class KeyUse:
         limits.enter(key, now_s)
 
     def take(self, num_choices: int) -> None:
-        """Set the number of choices of the request, once. Raises RequestError."""
+        """Set the number of choices of the request. To be called at most once.
+
+        Raises RequestError if the key may never run so many, RateLimitedError if it may not run them now.
+        """
         self._limits.add_choices(self.key, num_choices - 1)
         self._num_choices = num_choices
 

@@ -97,7 +97,10 @@ class ConductorPeer(Protocol):
         """The messages that were sent and that the Conductor has not read, as far as this end can tell."""
 
     async def send(self, message: FromFront, /) -> None:
-        """Send a message without waiting. Raises PeerGoneError."""
+        """Send a message, without waiting for the Conductor to take it.
+
+        Raises PeerGoneError if too many messages are queued, or if the message is too long.
+        """
 
     async def recv(self) -> FromConductor:
         """Wait for the next message."""

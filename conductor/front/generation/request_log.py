@@ -15,7 +15,11 @@ PairOf = Callable[[str], tuple[str | None, str | None]]
 
 
 class RequestLog:
-    """The log of a front's requests. Its lines name instances only if the Conductor is in this process."""
+    """The log of a front's requests: a line for each choice that was submitted to the Conductor.
+
+    Requests that are denied before, such as those answered with 400 or 401, have no line. Lines name
+    instances only if the Conductor is in this process.
+    """
 
     def __init__(self, pair_of: PairOf | None) -> None:
         self._pair_of = pair_of

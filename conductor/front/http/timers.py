@@ -1,6 +1,7 @@
 """The times for which a server waits for its clients, and a timer for them.
 
-Owns: the kinds of waits, a deadline of the event loop. Does not know: what happens when a deadline is missed.
+Owns: the kinds of waits, a deadline of the event loop. Does not know: how long each wait is
+(`conductor.front.process.server`), what happens when a deadline is missed.
 """
 
 import asyncio

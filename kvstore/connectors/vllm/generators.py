@@ -57,7 +57,10 @@ class RewindableGenerator(_PlainGenerator, metaclass=_AnyGenerator):
 
 
 def install() -> None:
-    """Make all generators that this process creates from now on rewindable. Idempotent."""
+    """Replace `torch.Generator` by `RewindableGenerator`, for all random generators made from now on.
+
+    Idempotent.
+    """
     torch.Generator = RewindableGenerator  # type: ignore[misc]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.sender.outgoing_session import MAX_QUEUED_REQUESTS, OutgoingSession
+from messenger.sender.outgoing_session import MAX_PENDING_REQUESTS, OutgoingSession
 from messenger.sender.requests import ProbeRequest, Urgency, WriteOutcome
 from messenger.transport.transports import Traffic
 from messenger.wire.messages import Abandon, WriteEntry
@@ -57,7 +57,7 @@ async def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None
         node.pages.grant(2, [18])
         proxy.black_hole()
         bulk = asyncio.create_task(node.write(1, range(18), Urgency.BULK))
-        await until(lambda: peer.throughput.pending_bytes == MAX_QUEUED_REQUESTS * LARGE.block_bytes)
+        await until(lambda: peer.throughput.pending_bytes == MAX_PENDING_REQUESTS * LARGE.block_bytes)
         complete = node.pages.complete
 
         def record(grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
@@ -66,7 +66,7 @@ async def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None
 
         node.pages.complete = record  # type: ignore[method-assign]
         urgent = asyncio.create_task(node.write(2, [18], Urgency.LATENCY))
-        await until(lambda: peer.throughput.pending_bytes == (MAX_QUEUED_REQUESTS + 1) * LARGE.block_bytes)
+        await until(lambda: peer.throughput.pending_bytes == (MAX_PENDING_REQUESTS + 1) * LARGE.block_bytes)
         num_sent = peer.lanes[0].num_outstanding
         assert num_sent < 12
         proxy.heal()
@@ -109,7 +109,7 @@ async def test_a_stream_is_kept_free_of_bulk_once_somebody_was_in_a_hurry(tmp_pa
 
 
 async def test_requests_that_wait_are_few(tmp_path: Path) -> None:
-    num_requests = 3 * MAX_QUEUED_REQUESTS
+    num_requests = 3 * MAX_PENDING_REQUESTS
     async with fabric(tmp_path, num_pages=num_requests + 1) as node:
         proxy = node.proxy()
         peer = await node.peer()
@@ -127,12 +127,12 @@ async def test_requests_that_wait_are_few(tmp_path: Path) -> None:
         for page in range(num_requests):
             node.pages.grant(page, [page])
         tasks = [asyncio.create_task(submit(page)) for page in range(num_requests)]
-        await until(lambda: len(waiting) == num_requests - MAX_QUEUED_REQUESTS)
-        assert peer.throughput.pending_bytes == MAX_QUEUED_REQUESTS * SMALL.block_bytes
+        await until(lambda: len(waiting) == num_requests - MAX_PENDING_REQUESTS)
+        assert peer.throughput.pending_bytes == MAX_PENDING_REQUESTS * SMALL.block_bytes
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert len(done) == num_requests - MAX_QUEUED_REQUESTS  # who never got in has heard of it
+        assert len(done) == num_requests - MAX_PENDING_REQUESTS  # who never got in has heard of it
         proxy.heal()
         await until(lambda: len(done) == num_requests)
         assert peer.throughput.pending_bytes == 0

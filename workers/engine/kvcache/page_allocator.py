@@ -178,7 +178,9 @@ class PageAllocator:
     # -- other arrangements -------------------------------------------------------------------------
 
     def rearrange(self, num_here: int, num_hosted: int = 0, hosted_share: Fraction = Fraction(0)) -> None:
-        """Have `num_here` pages of this process and `num_hosted` pages at a helper from now on, all open.
+        """Change the numbers of pages: `num_here` of this process, and `num_hosted` at a helper.
+
+        All of them may be allocated then, as after `reopen`.
 
         Page numbers stay. Pages that do not exist in the new arrangement must be free. `hosted_share` is the
         share of a sequence's pages that is to be at the helper.
