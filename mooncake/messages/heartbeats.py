@@ -61,7 +61,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     num_prompt_tokens_left: Count = 0
     """Tokens of inlined prompts that have yet to be computed."""
     prompt_token_s: Seconds = 0.0
-    """Seconds that a prompt token adds to an iteration, as learned; 0 while unknown.
+    """Seconds that the first token of a prompt adds to an iteration, as learned; 0 while unknown.
 
     No Conductor reads this figure. It is to be removed when protocol 27 is no longer spoken.
     """

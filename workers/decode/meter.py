@@ -49,6 +49,7 @@ class DecodeMeter:
             iteration.num_decoded + iteration.num_decoded_beside,
             iteration.num_kv_tokens + iteration.num_kv_tokens_beside,
             iteration.num_prompt_tokens,
+            iteration.num_prompt_pairs,
             seconds,
         )
         self._num_iterations += 1

@@ -78,6 +78,8 @@ def test_decode_instances_compute_prompts_where_that_adds_the_least_waiting() ->
 def test_instances_with_both_roles_compute_all_prompts() -> None:
     cluster = assert_all_end(BOTH)
     assert sum(decode.inlined.num_computed for decode in cluster.decodes) == len(LOAD)
+    costs = [decode.predictors.prompt_cost for decode in cluster.decodes]
+    assert all(cost.num_tokens_in(0.1, 4000) < cost.num_tokens_in(0.1, 0) for cost in costs), "learned"
 
 
 @pytest.mark.parametrize("setup", [INLINING, BOTH], ids=["inlining", "both"])

@@ -138,7 +138,9 @@ async def test_chunks_fill_the_time_that_the_slo_of_others_leaves(
         decode = cluster.instances[1]
         predictors = decode.decode.meter.predictors
         predictors.tbt = Constant(TBT_SLO_SHARE * 0.1 - 0.04)  # type: ignore[assignment]
-        predictors.prompt_cost = Constant(0.001)  # type: ignore[assignment]
+        predictors.prompt_cost.observe(100, 5000, 0.1)
+        quantities: list[tuple[int, float]] = []
+        predictors.prompt_cost.observe = lambda *of: quantities.append(of[:2])  # type: ignore[method-assign]
         predictors.error.observe = lambda *_: None  # type: ignore[method-assign]
         chunks: list[list[int]] = []
         prepare = decode.executor.prepare
@@ -161,6 +163,9 @@ async def test_chunks_fill_the_time_that_the_slo_of_others_leaves(
         of_prompts = [sum(chunk for chunk in of_batch if chunk > 1) for of_batch in chunks[1:]]
         assert max(of_prompts) == 40
         assert [1, 20, 20] in chunks, "the rest of the first prompt, and what is left for the next"
+        await until(lambda: sum(num_tokens for num_tokens, _ in quantities) == 140)
+        num_pairs = sum(len(prompt) ** 2 / 2 for prompt in prompts)
+        assert sum(pairs for _, pairs in quantities) == num_pairs, "each token attends to those before it"
         cluster.cancel("running")
         await cluster.assert_nothing_is_held()
 

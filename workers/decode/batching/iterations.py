@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.cpu.mailbox import HelperLost
+from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.requests import TokenLogprobs
 from workers.decode.sequence import Sequence
 from workers.engine.batch import Batch, Chunk
@@ -51,6 +52,11 @@ class PlannedChunk(NamedTuple):
     sequence: Sequence
     num_tokens: int
     of_prompt: bool
+
+    @property
+    def num_pairs(self) -> float:
+        """The number of pairs of one of these tokens and an earlier one that it attends to."""
+        return prefill_quantities(self.num_tokens, self.sequence.next_start)[1]
 
 
 class Computed(NamedTuple):
@@ -91,6 +97,8 @@ class Iteration:
         self.num_kv_tokens_beside = 0 if beside is None else beside.num_kv_tokens
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
         """Tokens of inlined prompts in this iteration."""
+        self.num_prompt_pairs = sum(chunk.num_pairs for chunk in planned if chunk.of_prompt)
+        """Pairs of such a token and an earlier one that it attends to."""
         self.began_s = self.forward_began_s = self.ended_s = self.forward_s = 0.0
         self._sent: PassAtHelper | None = None
         self.is_lost = False

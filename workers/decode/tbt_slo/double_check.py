@@ -82,7 +82,7 @@ class DoubleCheck:
             self._num_waiting,
             tbt_s,
             sum(sequence.num_prompt_tokens_left for sequence in batch),
-            self._predictors.prompt_cost.predict_s(1) or 0.0,
+            self._predictors.prompt_cost.predict_s(1, 0) or 0.0,
         )
 
     def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:

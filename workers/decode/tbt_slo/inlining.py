@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from mooncake.messages.requests import Flow
 from workers.decode.batching.iterations import PlannedChunk
 from workers.decode.sequence import Sequence
-from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
+from workers.decode.tbt_slo.prompt_budget import Allowance, PromptBudget
 from workers.execution.fair_order import FairOrder
 
 _MAX_TENANT_RATIO = 4
@@ -121,36 +121,37 @@ class PromptChunks:
         sharing = _sharing(turn)
         moved = [sequence for sequence in sharing if sequence.num_tokens_to_plan and not sequence.is_inlined]
         prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan and sequence.is_inlined]
-        num_tokens = dict.fromkeys(prompts, 0) | _divided(self._budget.most, moved)
+        num_tokens, most = dict.fromkeys(prompts, 0), self._budget.most
+        for sequence in moved:
+            num_tokens[sequence] = min(sequence.num_tokens_to_plan, most)
+            most -= num_tokens[sequence]
         if prompts:
-            budget = self._num_tokens(ready, sharing, prompts) - sum(num_tokens.values())
-            chunks = _divided(max(0, budget), self._order.in_turn(ready, sharing))
-            for sequence, num in chunks.items():
-                self._order.planned(sequence, num)
-            num_tokens |= chunks
+            allowance = self._allowance(ready, sharing, prompts)
+            for sequence in moved:
+                allowance.spend(sequence.next_start, num_tokens[sequence])
+            for sequence in self._order.in_turn(ready, sharing):
+                num_tokens[sequence] = allowance.take(sequence.next_start, sequence.num_tokens_to_plan)
+                self._order.planned(sequence, num_tokens[sequence])
         planned = [
             PlannedChunk(sequence, num_tokens.get(sequence, 1), of_prompt=sequence in num_tokens)
             for sequence in sharing
         ]
         return [chunk for chunk in planned if chunk.num_tokens]
 
-    def _num_tokens(self, ready: list[Sequence], sharing: list[Sequence], prompts: list[Sequence]) -> int:
-        """Return the most tokens of `prompts` in an iteration with the sequences `sharing`."""
+    def _allowance(
+        self, ready: list[Sequence], sharing: list[Sequence], prompts: list[Sequence]
+    ) -> Allowance:
+        """Return what `prompts` may add to an iteration with the sequences `sharing`."""
         decoded = [
             sequence for sequence in ready if not (sequence.num_tokens_to_plan and sequence.is_inlined)
         ]
         slos_s = [sequence.tbt_slo_s for sequence in decoded or prompts if sequence.tbt_slo_s is not None]
-        return self._budget.num_tokens(
+        return self._budget.allowance(
             len(decoded),
             sum(len(sequence.tokens) for sequence in decoded),
             min(slos_s, default=None),
             decodes=len(prompts) < len(sharing),
         )
-
-
-def _divided(budget: int, sequences: list[Sequence]) -> dict[Sequence, int]:
-    chunks = divide_budget(budget, [sequence.num_tokens_to_plan for sequence in sequences])
-    return dict(zip(sequences, chunks, strict=True))
 
 
 def _sharing(ready: list[Sequence]) -> list[Sequence]:

@@ -1,13 +1,15 @@
 """The token budget of iterations that carry prompts (Sarathi-Serve, OSDI 2024, section 4.3).
 
-Owns: the number of prompt tokens in the next iteration. Does not know: sequences, the clock, pages.
+A token costs more the later its position is, because it attends to all tokens before it. So the budget is a
+time, and chunks get smaller from one iteration of a prompt to the next.
+
+Owns: the seconds and tokens of prompts in the next iteration. Does not know: sequences, the clock, pages.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mooncake.messages.costs import TBT_SLO_SHARE
-from workers.decode.tbt_slo.tbt import IterationPredictors
+from mooncake.messages.costs import TBT_SLO_SHARE, prefill_quantities
+from workers.decode.tbt_slo.tbt import IterationPredictors, PromptCost
 
 _LONGEST_S = 0.25
 """The most predicted seconds of the prompt tokens in an iteration without a TBT SLO.
@@ -27,34 +29,38 @@ class ChunkLimits:
     """The most prompt tokens of any iteration, which is also the size of a prefill pass."""
 
 
-def prompt_budget(
-    limits: ChunkLimits, iteration_s: float | None, token_s: float | None, target_s: float
-) -> int:
-    """Return how many prompt tokens an iteration may carry beside the sequences that it decodes.
+@dataclass(slots=True)
+class Allowance:
+    """What the prompts of one iteration may still add to the iteration: seconds and tokens."""
 
-    The result is Sarathi-Serve's token budget (section 4.3), the optimal chunk size
-    C* = (target - seconds of the iteration without prompts) / seconds of a prompt token. The target is a
-    share of the SLO. Sarathi-Serve profiles a device once. Here the two durations are learned while the
-    device serves.
+    cost: PromptCost
+    left_s: float
+    """The seconds for prompt tokens."""
+    most: int
+    """The most prompt tokens, however short they take."""
+    least: int
+    """The number of prompt tokens that is allowed however long they take; at most `most`."""
 
-    Args:
-        limits: The limits of the result.
-        iteration_s: Predicted seconds of the iteration without its prompts; None if unknown.
-        token_s: The seconds that a prompt token adds; None if unknown.
-        target_s: The most seconds of the iteration, a share of the strictest TBT SLO.
+    def take(self, start: int, num_tokens: int) -> int:
+        """Take the next chunk of a prompt whose next `num_tokens` tokens begin at position `start`.
 
-    Returns:
-        The number of tokens; `limits.least` while the times are unknown.
-    """
-    least = min(limits.least, limits.most)
-    if iteration_s is None or token_s is None:
-        return least
-    left_s = target_s - iteration_s
-    if left_s <= 0.0:
-        return least
-    if left_s >= limits.most * token_s:
-        return limits.most
-    return max(least, int(left_s / token_s))
+        The result is Sarathi-Serve's token budget (section 4.3), the optimal chunk size
+        C* = (target - seconds of the iteration without prompts) / seconds of a prompt token. The dividend is
+        what earlier chunks leave of `left_s`, and the divisor depends on the position.
+
+        Returns:
+            The number of tokens in the chunk; 0 if nothing is left.
+        """
+        fitting = min(self.cost.num_tokens_in(self.left_s, start), num_tokens, self.most)
+        chunk = max(int(fitting), min(num_tokens, self.least))
+        self.spend(start, chunk)
+        return chunk
+
+    def spend(self, start: int, num_tokens: int) -> None:
+        """Subtract a chunk that the iteration carries, whether it is allowed or not."""
+        self.left_s -= self.cost.predict_s(*prefill_quantities(num_tokens, start)) or 0.0
+        self.most = max(0, self.most - num_tokens)
+        self.least = max(0, self.least - num_tokens)
 
 
 class PromptBudget:
@@ -73,13 +79,15 @@ class PromptBudget:
         """The most prompt tokens of an iteration that decodes sequences without a TBT SLO."""
         return self._limits.mixed
 
-    def num_tokens(
+    def allowance(
         self, num_decoded: int, num_kv_tokens: int, tbt_slo_s: float | None, *, decodes: bool
-    ) -> int:
-        """Return the most prompt tokens of the next iteration.
+    ) -> Allowance:
+        """Return what prompts may add to the next iteration.
 
-        An SLO also limits an iteration that decodes nothing, because a sequence may arrive while it runs.
-        Without an SLO the prompt tokens are limited to `_LONGEST_S`.
+        With an SLO, the iteration's target is a share of the SLO, and prompts get the time that the predicted
+        iteration without prompts leaves. Sarathi-Serve profiles a device once. Here the durations are learned
+        while the device serves. An SLO also limits an iteration that decodes nothing, because a sequence may
+        arrive while it runs. Without an SLO the prompt tokens are limited to `_LONGEST_S`.
 
         Args:
             num_decoded: The number of sequences that wait for their next tokens.
@@ -89,27 +97,21 @@ class PromptBudget:
             decodes: Whether the iteration decodes any of these sequences, and not only prompts.
 
         Returns:
-            The number of tokens. It is 0 for the first iterations that decode with an SLO, because the
-            duration of iterations without prompts must be learned first.
+            The allowance. It has no tokens for the first iterations that decode with an SLO, because the
+            duration of iterations without prompts must be learned first, and only the least number of tokens
+            while another duration is unknown.
         """
-        token_s = self._predictors.prompt_cost.predict_s(1)
+        cost, limits = self._predictors.prompt_cost, self._limits
         if tbt_slo_s is None:
-            most = min(self._limits.mixed, self._limits.most) if num_decoded else self._limits.most
-            return min(most, prompt_budget(self._limits, 0.0, token_s, _LONGEST_S)) if token_s else most
+            most = min(limits.mixed, limits.most) if num_decoded else limits.most
+            return Allowance(cost, _LONGEST_S, most, min(limits.least, most))
+        least = min(limits.least, limits.most)
         iteration_s = self._predictors.tbt.predict_s(num_decoded, num_kv_tokens) if num_decoded else 0.0
-        if iteration_s is None and decodes:
-            return 0
-        return prompt_budget(self._limits, iteration_s, token_s, self._target_s(tbt_slo_s))
+        if iteration_s is None:
+            return Allowance(cost, 0.0, 0, 0) if decodes else Allowance(cost, 0.0, least, least)
+        most = limits.most if cost.is_known else least
+        return Allowance(cost, self._target_s(tbt_slo_s) - iteration_s, most, least)
 
     def _target_s(self, tbt_slo_s: float) -> float:
         """Return the limit of an iteration's predicted seconds, with a margin for the prediction's error."""
         return min(TBT_SLO_SHARE, 1 / self._predictors.error.high_by_share) * tbt_slo_s
-
-
-def divide_budget(budget: int, nums_left: Iterable[int]) -> list[int]:
-    """Return the tokens of each prompt: each prompt gets all it can use of what earlier prompts leave."""
-    chunks = []
-    for num_left in nums_left:
-        chunks.append(min(num_left, budget))
-        budget -= chunks[-1]
-    return chunks

@@ -3,25 +3,36 @@
 The predicted time is a linear function of batch size and KV tokens (Mooncake, section 3: the local
 scheduler's double check), fitted by weighted least squares. Each iteration has `DECAY` times the weight of
 the next iteration, so the function follows the machine's speed. A feature that has not varied lately gets the
-slope 0, until it varies again. Prompts in an iteration add a cost of their own.
+slope 0, until it varies again. Prompts in an iteration add a cost of their own, a linear function of their
+tokens and of the earlier tokens that these attend to.
 
 Owns: the models of one device. Does not know: the clock, requests, limits.
 """
 
+import math
 from typing import NamedTuple
 
 DECAY = 0.995
 """The weight of an iteration relative to the next one. About 200 iterations count."""
-PROMPT_DECAY = 0.9
-"""The weight of an iteration with prompts relative to the next such iteration. About ten iterations count."""
+PROMPT_DECAY = 0.95
+"""The weight of an iteration with prompts relative to the next such iteration, for `PromptCost`.
+
+About 20 iterations count: fewer say too little of the cost of positions, and more follow a machine that
+becomes slower too late.
+"""
+ERROR_DECAY = 0.9
+"""The weight of an iteration with prompts relative to the next such iteration, for `PredictionError`."""
 MIN_ITERATIONS = 8
 """Measured iterations before the first prediction."""
 MAX_MIXED_IN_A_ROW = 64
 """The number of consecutive iterations with prompts after which `tbt` learns from such iterations."""
 _TOKENS_PER_UNIT = 1000.0
-"""The number of KV tokens in one unit of the linear function, so that both features have similar sizes."""
+"""The number of KV tokens or pairs in one unit of the linear functions, so that the features have similar
+sizes."""
 _RIDGE = 0.01
-"""A variance of a feature (requests or 1,000 tokens, squared) that is too small to learn from."""
+"""A variance of a feature that is too small to learn from.
+
+The features are requests, 1,000 KV tokens, and 1,000 pairs of a prompt token."""
 
 
 class _Moments(NamedTuple):
@@ -34,6 +45,18 @@ class _Moments(NamedTuple):
     kk: float = 0.0
     bs: float = 0.0
     ks: float = 0.0
+
+
+class _PromptSums(NamedTuple):
+    """Weighted sums over iterations with prompts.
+
+    An iteration has n prompt tokens with m thousand pairs each, which add s seconds."""
+
+    n: float = 0.0
+    nm: float = 0.0
+    nmm: float = 0.0
+    s: float = 0.0
+    ms: float = 0.0
 
 
 class TBTPredictor:
@@ -92,19 +115,55 @@ class TBTPredictor:
 
 
 class PromptCost:
-    """The mean seconds that a prompt token adds to an iteration. Recent iterations weigh more."""
+    """A linear function of tokens and pairs that predicts the seconds that prompts add to an iteration.
+
+    A pair is a prompt token and an earlier token that it attends to (`mooncake.messages.costs`). The function
+    has no constant. So an iteration's seconds for one token are a line in the mean pairs of its tokens, and
+    this line is fitted. Each iteration weighs as much as it has tokens.
+    """
 
     def __init__(self) -> None:
-        self._seconds = self._num_tokens = 0.0
+        self._sums = _PromptSums()
 
-    def observe(self, num_tokens: int, added_s: float) -> None:
-        """Record that `num_tokens` prompt tokens made an iteration `added_s` seconds longer."""
-        self._seconds = PROMPT_DECAY * self._seconds + max(0.0, added_s)
-        self._num_tokens = PROMPT_DECAY * self._num_tokens + num_tokens
+    def observe(self, num_tokens: int, num_pairs: float, added_s: float) -> None:
+        """Record that prompts with these tokens and pairs made an iteration `added_s` seconds longer."""
+        m, s = num_pairs / (num_tokens * _TOKENS_PER_UNIT), max(0.0, added_s)
+        new = (num_tokens, num_tokens * m, num_tokens * m * m, s, m * s)
+        self._sums = _PromptSums(*(PROMPT_DECAY * a + b for a, b in zip(self._sums, new, strict=True)))
 
-    def predict_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that `num_tokens` add; None before the first observation."""
-        return num_tokens * self._seconds / self._num_tokens if self._num_tokens else None
+    @property
+    def is_known(self) -> bool:
+        """Whether an iteration has been observed."""
+        return self._sums.n > 0
+
+    def predict_s(self, num_tokens: float, num_pairs: float) -> float | None:
+        """Return the seconds that these tokens and pairs add; None before the first observation."""
+        if not self.is_known:
+            return None
+        token_s, pair_s = self._slopes()
+        return num_tokens * token_s + num_pairs * pair_s
+
+    def num_tokens_in(self, seconds: float, start: int) -> float:
+        """Return how many tokens from position `start` on add `seconds`: the inverse of `predict_s`.
+
+        The result is infinite if there is time and tokens cost nothing, or before the first observation.
+        """
+        if seconds <= 0.0:
+            return 0.0
+        if not self.is_known:
+            return math.inf
+        token_s, pair_s = self._slopes()
+        first_s = token_s + pair_s * start
+        divisor = first_s + math.sqrt(first_s * first_s + 2 * pair_s * seconds)
+        return 2 * seconds / divisor if divisor else math.inf
+
+    def _slopes(self) -> tuple[float, float]:
+        """Return the seconds of one more token and of one more pair, neither negative."""
+        n, nm, nmm, s, ms = self._sums
+        mean_m, mean_s = nm / n, s / n
+        unit_s = (ms / n - mean_m * mean_s) / (nmm / n - mean_m * mean_m + _RIDGE)
+        unit_s = min(max(0.0, unit_s), mean_s / mean_m)
+        return max(0.0, mean_s - unit_s * mean_m), unit_s / _TOKENS_PER_UNIT
 
 
 class PredictionError:
@@ -116,7 +175,7 @@ class PredictionError:
     def observe(self, predicted_s: float, seconds: float) -> None:
         """Record that an iteration predicted to take `predicted_s` seconds took `seconds`."""
         if predicted_s > 0:
-            self._share += (1 - PROMPT_DECAY) * (min(abs(seconds / predicted_s - 1), 1.0) - self._share)
+            self._share += (1 - ERROR_DECAY) * (min(abs(seconds / predicted_s - 1), 1.0) - self._share)
 
     @property
     def high_by_share(self) -> float:
@@ -134,7 +193,14 @@ class IterationPredictors:
         self._num_mixed_in_a_row = 0
         """Iterations with decoded sequences and prompts since the last iteration without prompts."""
 
-    def observe(self, num_decoded: int, num_kv_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
+    def observe(
+        self,
+        num_decoded: int,
+        num_kv_tokens: int,
+        num_prompt_tokens: int,
+        num_prompt_pairs: float,
+        seconds: float,
+    ) -> None:
         """Learn from one measured iteration.
 
         `tbt` learns from iterations without prompts, and `prompt_cost` from iterations with prompts. After
@@ -146,6 +212,7 @@ class IterationPredictors:
             num_decoded: The number of sequences that were decoded.
             num_kv_tokens: The number of tokens of all these sequences together.
             num_prompt_tokens: The number of prompt tokens that were computed.
+            num_prompt_pairs: The number of pairs of such a token and an earlier one that it attends to.
             seconds: The duration.
         """
         if not num_prompt_tokens:
@@ -153,11 +220,11 @@ class IterationPredictors:
             self.tbt.observe(num_decoded, num_kv_tokens, seconds)
             return
         decoding_s = self.tbt.predict_s(num_decoded, num_kv_tokens) if num_decoded else 0.0
-        added_s = self.prompt_cost.predict_s(num_prompt_tokens)
+        added_s = self.prompt_cost.predict_s(num_prompt_tokens, num_prompt_pairs)
         if decoding_s is not None and added_s is not None:
             self.error.observe(decoding_s + added_s, seconds)
         if num_decoded:
             self._num_mixed_in_a_row += 1
             if self._num_mixed_in_a_row > MAX_MIXED_IN_A_ROW and added_s is not None:
                 self.tbt.observe(num_decoded, num_kv_tokens, max(0.0, seconds - added_s))
-        self.prompt_cost.observe(num_prompt_tokens, seconds - (decoding_s or 0.0))
+        self.prompt_cost.observe(num_prompt_tokens, num_prompt_pairs, seconds - (decoding_s or 0.0))

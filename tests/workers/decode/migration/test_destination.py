@@ -305,7 +305,8 @@ async def test_the_next_iteration_computes_what_is_left_whatever_the_budget_of_p
         destination = lab.decodes[1]
         predictors = destination.decode.meter.predictors
         predictors.tbt = Constant(10.0)  # type: ignore[assignment]
-        predictors.prompt_cost = Constant(1.0)  # type: ignore[assignment]
+        predictors.prompt_cost.observe(100, 5000, 100.0)
+        predictors.prompt_cost.observe = lambda *_: None  # type: ignore[method-assign]
         running = lab.begin("running", prompt_of(2, 20), greedy(400), destination, tbt_slo_s=0.1)
         await more_tokens(running.answer, 3)
         prompt = lab.begin("prompt", prompt_of(3, 200), greedy(5), destination, tbt_slo_s=0.1)

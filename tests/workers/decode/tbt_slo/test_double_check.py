@@ -124,7 +124,7 @@ def test_its_load_counts_the_prompt_tokens_that_are_left_and_says_what_one_costs
     inlined.is_inlined = True
     assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 9, 0.0)
     inlined.num_cached_tokens, inlined.num_computed_tokens = 4, 2
-    decoding.predictors.prompt_cost.observe(100, 0.2)
+    decoding.predictors.prompt_cost.observe(100, 5000, 0.2)
     assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 3, 0.002)
     inlined.tokens.append(1)
     assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 0, 0.002)

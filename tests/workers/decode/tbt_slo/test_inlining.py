@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from mooncake.messages.costs import TBT_SLO_SHARE
+from mooncake.messages.costs import TBT_SLO_SHARE, prefill_quantities
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.inlining import PromptChunks
@@ -31,7 +31,7 @@ def learned(iteration_s: float, token_s: float) -> IterationPredictors:
     predictors = IterationPredictors()
     for _ in range(20):
         predictors.tbt.observe(1, 31, iteration_s)
-    predictors.prompt_cost.observe(100, 100 * token_s)
+    predictors.prompt_cost.observe(100, 5000, 100 * token_s)
     return predictors
 
 
@@ -61,7 +61,7 @@ def test_with_an_slo_the_first_iterations_show_what_decoding_takes() -> None:
         sequence(2, 30, drawn=1),
     )
     predictors = IterationPredictors()
-    predictors.prompt_cost.observe(100, 0.1)
+    predictors.prompt_cost.observe(100, 5000, 0.1)
     for _ in range(MIN_ITERATIONS):
         assert planned(predictors, prompt, decoded) == {1: 1}
         assert planned(predictors, prompt, other) == {0: 100, 2: 1}
@@ -94,6 +94,34 @@ def test_a_chunk_begins_behind_the_one_in_flight() -> None:
     prompt.tbt_slo_s = SLO_S
     other = sequence(1, 600)
     assert planned(learned(0.02, 0.001), prompt, other) == {0: 1, 1: pytest.approx(80, abs=1)}, "0 is decoded"
+
+
+def by_position() -> IterationPredictors:
+    """Predictors of prompt tokens that take 1 ms at position 0 and 2 ms at position 1,000."""
+    predictors = IterationPredictors()
+    for start in list(range(0, 5000, 1000)) * 10:
+        num_tokens, num_pairs = prefill_quantities(100, start)
+        predictors.prompt_cost.observe(100, num_pairs, 0.001 * num_tokens + 0.000_001 * num_pairs)
+    return predictors
+
+
+def test_a_chunk_is_the_smaller_the_more_tokens_are_before_it() -> None:
+    prompt = sequence(0, 7000)
+    assert planned(by_position(), prompt) == {0: pytest.approx(224, abs=2)}
+    prompt.num_cached_tokens, prompt.num_computed_tokens = 1000, 2000
+    assert planned(by_position(), prompt) == {0: pytest.approx(62, abs=1)}
+    prompt.in_flight_until = 6000
+    assert planned(by_position(), prompt) == {0: pytest.approx(35, abs=1)}
+
+
+def test_prompts_share_the_time_of_an_iteration_each_at_its_own_position() -> None:
+    first, second = sequence(0, 100), sequence(1, 7000)
+    second.num_computed_tokens = 3000
+    assert planned(by_position(), first, second) == {0: 100, 1: pytest.approx(36, abs=1)}
+    taken_over = moved(2, 3060, 3000)
+    assert planned(by_position(), sequence(0, 7000), taken_over) == {0: pytest.approx(8, abs=2), 2: 60}, (
+        "a moved request's tokens take most of the time"
+    )
 
 
 def test_no_chunk_of_a_suspect_is_shared() -> None:

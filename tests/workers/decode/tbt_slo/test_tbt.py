@@ -1,9 +1,12 @@
 """The line through measured iterations (Mooncake, section 3: the local scheduler's prediction)."""
 
+import math
 import random
+from collections.abc import Iterable
 
 import pytest
 
+from mooncake.messages.costs import prefill_quantities
 from workers.decode.tbt_slo.tbt import (
     MAX_MIXED_IN_A_ROW,
     MIN_ITERATIONS,
@@ -75,14 +78,83 @@ def test_follows_a_machine_that_becomes_slower() -> None:
 
 def test_cost_of_a_prompt_follows_what_is_measured() -> None:
     cost = PromptCost()
-    assert cost.predict_s(10) is None
-    cost.observe(100, 0.2)
-    assert cost.predict_s(10) == pytest.approx(0.02)
+    assert cost.predict_s(10, 50) is None
+    cost.observe(100, 5000, 0.2)
+    assert cost.predict_s(10, 50) == pytest.approx(0.02)
     for _ in range(100):
-        cost.observe(50, 0.3)
-    assert cost.predict_s(10) == pytest.approx(0.06, rel=0.01)
-    cost.observe(50, -1.0)  # an iteration that was faster than predicted
-    assert 0 < (cost.predict_s(10) or 0) < 0.06
+        cost.observe(50, 1250, 0.3)
+    assert cost.predict_s(10, 50) == pytest.approx(0.06, rel=0.01)
+    cost.observe(50, 1250, -1.0)  # an iteration that was faster than predicted
+    assert 0 < (cost.predict_s(10, 50) or 0) < 0.06
+
+
+TOKEN_S, PAIR_S = 0.000_26, 0.000_000_07
+
+
+def chunk_s(start: int, num_tokens: int) -> float:
+    num_tokens, num_pairs = prefill_quantities(num_tokens, start)
+    return num_tokens * TOKEN_S + num_pairs * PAIR_S
+
+
+def learned_cost(chunks: Iterable[tuple[int, int]], factor: float = 1.0) -> PromptCost:
+    """The cost after iterations with one chunk each: its start and tokens."""
+    cost = PromptCost()
+    for start, num_tokens in chunks:
+        cost.observe(*prefill_quantities(num_tokens, start), factor * chunk_s(start, num_tokens))
+    return cost
+
+
+LONG_PROMPT = [(start, 500) for start in range(0, 7000, 500)]
+
+
+@pytest.mark.parametrize(("start", "num_tokens"), [(0, 50), (0, 500), (3500, 200), (6500, 500)])
+def test_a_prompt_token_costs_more_the_later_its_position(start: int, num_tokens: int) -> None:
+    predicted_s = learned_cost(LONG_PROMPT * 4).predict_s(*prefill_quantities(num_tokens, start))
+    assert predicted_s == pytest.approx(chunk_s(start, num_tokens), rel=0.01)
+
+
+def test_chunks_at_one_position_say_nothing_of_others() -> None:
+    cost = learned_cost([(1000, 100)] * 50)
+    for start in (0, 1000, 7000):
+        predicted_s = cost.predict_s(*prefill_quantities(100, start))
+        assert predicted_s == pytest.approx(chunk_s(1000, 100))
+
+
+def test_no_position_makes_a_token_free_or_a_later_one_quicker() -> None:
+    falling, steep = PromptCost(), PromptCost()
+    for _ in range(200):
+        for num_pairs, falling_s, steep_s in ((100_000, 0.3, 0.0), (300_000, 0.2, 0.4)):
+            falling.observe(100, num_pairs, falling_s)
+            steep.observe(100, num_pairs, steep_s)
+    assert falling.predict_s(100, 100_000) == falling.predict_s(100, 300_000) == pytest.approx(0.25, rel=0.02)
+    assert steep.predict_s(100, 0) == pytest.approx(0, abs=1e-9)
+    assert steep.predict_s(100, 200_000) == pytest.approx(0.2, rel=0.03), "the mean is kept"
+
+
+def test_cost_of_positions_follows_a_machine_that_becomes_slower() -> None:
+    cost = learned_cost(LONG_PROMPT * 4)
+    for start, num_tokens in LONG_PROMPT * 8:
+        cost.observe(*prefill_quantities(num_tokens, start), 3 * chunk_s(start, num_tokens))
+    for start in (0, 6500):
+        predicted_s = cost.predict_s(*prefill_quantities(500, start))
+        assert predicted_s == pytest.approx(3 * chunk_s(start, 500), rel=0.02)
+
+
+@pytest.mark.parametrize("chunks", [LONG_PROMPT, [(0, 100)]], ids=["by position", "one position"])
+def test_the_tokens_that_fit_into_a_time_take_this_time(chunks: list[tuple[int, int]]) -> None:
+    cost = learned_cost(chunks)
+    for start in (0, 1, 500, 100_000):
+        for seconds in (0.001, 0.25, 10.0):
+            num_tokens = cost.num_tokens_in(seconds, start)
+            assert cost.predict_s(*prefill_quantities(num_tokens, start)) == pytest.approx(seconds)
+        assert cost.num_tokens_in(0.0, start) == cost.num_tokens_in(-1.0, start) == 0
+
+
+def test_all_tokens_fit_where_they_cost_nothing_or_nothing_is_known() -> None:
+    cost = PromptCost()
+    assert cost.num_tokens_in(0.1, 500) == math.inf
+    cost.observe(100, 5000, 0.0)
+    assert cost.num_tokens_in(0.1, 500) == math.inf
 
 
 def test_error_of_predictions_follows_what_is_measured() -> None:
@@ -106,7 +178,8 @@ def observe(
     predictors: IterationPredictors, num_decoded: int, num_prompt_tokens: int, seconds: float
 ) -> None:
     """An iteration with `num_decoded` sequences of 100 tokens, and tokens of prompts."""
-    predictors.observe(num_decoded, 100 * num_decoded, num_prompt_tokens, seconds)
+    num_pairs = prefill_quantities(num_prompt_tokens, 0)[1]
+    predictors.observe(num_decoded, 100 * num_decoded, num_prompt_tokens, num_pairs, seconds)
 
 
 def test_decoding_is_learned_where_every_iteration_has_a_prompt() -> None:
@@ -118,7 +191,7 @@ def test_decoding_is_learned_where_every_iteration_has_a_prompt() -> None:
         assert predictors.tbt.predict_s(num_decoded, 100 * num_decoded) == pytest.approx(
             mixed_s(num_decoded, 0), rel=0.1
         )
-    assert predictors.prompt_cost.predict_s(10) == pytest.approx(0.01, rel=0.1)
+    assert predictors.prompt_cost.predict_s(10, 50) == pytest.approx(0.01, rel=0.1)
     assert predictors.error.high_by_share < 1.1
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from benchmarks.tools.simulator.cluster.batch import Batch, Member
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.heartbeats import MixedIterations
-from workers.decode.tbt_slo.prompt_budget import ChunkLimits, PromptBudget, divide_budget
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits, PromptBudget
 from workers.decode.tbt_slo.tbt import IterationPredictors
 from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiting
 
@@ -50,6 +51,11 @@ class Mixed:
     def num_prompt_tokens(self) -> int:
         """The number of tokens of all chunks."""
         return sum(num_tokens for _, num_tokens in self.chunks)
+
+    @property
+    def num_prompt_pairs(self) -> float:
+        """The number of pairs of such a token and an earlier one."""
+        return sum(prefill_quantities(*share)[1] for share in self.shares)
 
     @property
     def shares(self) -> list[PromptShare]:
@@ -134,15 +140,16 @@ class InlinedPrompts:
         if not prompts:
             return None
         slo_s, decodes = prompts[0].tbt_slo_s, batch.size > 0
-        budget = self._budget.num_tokens(batch.size, batch.num_kv_tokens, slo_s, decodes=decodes)
-        divided = zip(prompts, divide_budget(budget, [prompt.num_left for prompt in prompts]), strict=True)
-        chunks = [(prompt, num_tokens) for prompt, num_tokens in divided if num_tokens]
+        allowance = self._budget.allowance(batch.size, batch.num_kv_tokens, slo_s, decodes=decodes)
+        taken = [(prompt, allowance.take(prompt.num_done, prompt.num_left)) for prompt in prompts]
+        chunks = [(prompt, num_tokens) for prompt, num_tokens in taken if num_tokens]
         return Mixed(chunks, batch.size, batch.num_kv_tokens) if chunks else None
 
     def ended(self, iteration: Mixed, seconds: float) -> list[Prompt]:
         """Learn from an iteration, and return the prompts that it has completed. They are removed."""
         num_tokens = iteration.num_prompt_tokens
-        self._predictors.observe(iteration.batch_size, iteration.num_kv_tokens, num_tokens, seconds)
+        batch = iteration.batch_size, iteration.num_kv_tokens
+        self._predictors.observe(*batch, num_tokens, iteration.num_prompt_pairs, seconds)
         computed = []
         for prompt, num_new in iteration.chunks:
             prompt.request.prefill_s += seconds * num_new / num_tokens

@@ -93,7 +93,7 @@ class DecodeInstance:
         num_kv_tokens = self.batch.num_kv_tokens + self._sequences.num_outside_tokens
         tbt_s = self._double_check.tbt_s(self.num_sequences, num_kv_tokens)
         num_left = sum(s.prompt.num_left for s in self._sequences if s.prompt is not None)
-        token_s = self.predictors.prompt_cost.predict_s(1) or 0.0
+        token_s = self.predictors.prompt_cost.predict_s(1, 0) or 0.0
         return DecodeLoad(self.num_sequences, len(self._turns), tbt_s, num_left, token_s)
 
     @property
@@ -208,7 +208,7 @@ class DecodeInstance:
         size = self.batch.size + len(ended)
         num_ended_tokens = sum(member.num_tokens for member in ended)
         num_kv_tokens = self.batch.num_kv_tokens + num_ended_tokens
-        self.predictors.observe(size, num_kv_tokens, 0, seconds / num_iterations)
+        self.predictors.observe(size, num_kv_tokens, 0, 0, seconds / num_iterations)
         self._num_iterations += num_iterations
         self._num_tokens += num_iterations * size
         self._computed_for(seconds)
