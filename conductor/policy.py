@@ -48,7 +48,6 @@ from mooncake.messages.fronts import (
     FrontHello,
     InFlight,
     KeepContext,
-    QuotaClaim,
     Resume,
     Submit,
     Unknown,
@@ -273,13 +272,14 @@ class Conductor:
         if sender not in self._fronts:
             return []  # the front had another Conductor, and will resume the request under this one
         tracked = self._requests.new(sender, submit.request, now_s)
-        reason = self._reason_to_reject(tracked, submit.claim, now_s)
+        reason = self._reason_to_reject(tracked, submit, now_s)
         if reason is not None:
             return [self._endings.tell_rejected(sender, tracked.request_id, *reason)]
         is_announced = self._requests.running.take_announced(tracked)
         making_room = [] if is_announced else self._room_for(tracked, submit.num_choices, now_s)
         if making_room is None:
-            self.elasticity.submitted(tracked, now_s)
+            for _ in range(submit.num_choices):
+                self.elasticity.submitted(tracked, now_s)
             num_running, most = self._requests.running.number, self.limits.max_running_requests
             message = f"{num_running} requests are running, the limit is {most}"
             if submit.num_choices > 1:
@@ -294,28 +294,28 @@ class Conductor:
         effects = making_room + self._placer.submit(tracked, now_s)
         self.elasticity.submitted(tracked, now_s)
         if submit.num_choices > 1 and tracked.request_id in self.requests:
-            if not making_room:  # else each further choice makes room for itself
-                self._requests.running.announce(tracked, submit.num_choices - 1)
+            self._requests.running.announce(tracked, submit.num_choices - 1)
             effects.append(Effect(sender, Accepted(tracked.request_id)))
         return effects
 
     def _room_for(self, tracked: TrackedRequest, num_choices: int, now_s: float) -> list[Effect] | None:
         """Return the messages that make room for a new request; None if the new request must be rejected.
 
-        If `num_choices` more requests would exceed `max_running_requests`, another request may be rejected in
-        favour of the new one. If no other request may be rejected, the new one is accepted only if all its
-        answer's choices leave its tenant within an equal part of the limit: if one tenant has filled the
-        limit, a second one can still run half as many requests, then a third one a third, and so on.
+        If `num_choices` more requests would exceed `max_running_requests`, other requests may be rejected in
+        favour of the new one. If too few may be rejected, the new one is accepted only if all its answer's
+        choices leave its tenant within an equal part of the limit: if one tenant has filled the limit, a
+        second one can still run half as many requests, then a third one a third, and so on.
         """
-        if self._requests.running.are_within_limit(num_choices):
+        num_beyond = self._requests.running.num_beyond(num_choices)
+        if not num_beyond:
             return []
-        rejected = self._placer.reject_for(tracked, now_s)
+        rejected = self._placer.reject_for(tracked, num_beyond, now_s)
         if rejected or self._requests.running.are_within_equal_part(tracked.request.tenant, num_choices):
             return rejected
         return None
 
     def _reason_to_reject(
-        self, tracked: TrackedRequest, claim: QuotaClaim | None, now_s: float
+        self, tracked: TrackedRequest, submit: Submit, now_s: float
     ) -> tuple[Reason, str, float | None] | None:
         """Return why a new request is rejected; None if it is accepted.
 
@@ -333,10 +333,13 @@ class Conductor:
                 return Reason.UNREADY, self.instances.why_none(stage), None
         if (too_large := why_too_large(tracked.request, self.instances)) is not None:
             return Reason.TOO_LARGE, too_large, None
+        if submit.num_choices > self.limits.max_running_requests:
+            most = f"at most {self.limits.max_running_requests} requests may run"
+            return Reason.TOO_LARGE, f"the answer has {submit.num_choices} choices, {most}", None
         tenant = tracked.request.tenant
-        if claim is not None:
+        if submit.claim is not None:
             num_elsewhere = self._requests.running.num_elsewhere(tenant, tracked.front)
-            if (beyond := self.quotas.rejection(tenant, claim, num_elsewhere, now_s)) is not None:
+            if (beyond := self.quotas.rejection(tenant, submit.claim, num_elsewhere, now_s)) is not None:
                 return beyond
         return None
 

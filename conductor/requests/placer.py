@@ -43,26 +43,30 @@ class Placer:
         self._requests.enqueue(tracked)
         return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
 
-    def reject_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a running request in favour of a new one, because the limit of running requests is reached.
+    def reject_for(self, tracked: TrackedRequest, num: int, now_s: float) -> list[Effect]:
+        """Reject `num` running requests in favour of a new one, because of the limit of running requests.
 
-        Returns no effects if no request yields, or if the new request would still get no pair.
+        Returns no effects if fewer requests yield, or if the new request would still get no pair.
         """
-        if self._preemption.first(tracked, 0.0, now_s) is None:
-            return []  # none yields even to a prompt of 0 seconds: this check is cheaper than a placement
+        if len(self._preemption.first(num, tracked, 0.0, now_s)) < num:
+            return []  # too few yield even to a prompt of 0 seconds: this check is cheaper than a placement
         placement = self._schedule(tracked, now_s)
         if placement is None:
             return []
         placement, rejection = self._checked(tracked, placement, now_s)
-        if rejection is None:
-            other = self._preemption.first(tracked, placement.prediction.prefill_s, now_s)
-        else:  # it needs the room of the victims, too
-            other = next(iter(self._victims(tracked, placement, rejection, now_s)), None)
-        if other is None:
+        victims = [] if rejection is None else self._victims(tracked, placement, rejection, now_s)
+        if rejection is not None and not victims:
             return []
-        self._stats.num_preempted += 1
+        others = victims[:num]  # the new request needs their room, too
+        for other in self._preemption.first(num, tracked, placement.prediction.prefill_s, now_s):
+            if len(others) < num and all(other is not victim for victim in others):
+                others.append(other)
+        if len(others) < num:
+            return []
+        self._stats.num_preempted += num
         message = "it gave way to a request of a higher class, or of a tenant that has less"
-        return self._endings.reject(other, Reason.TOO_MANY, message, now_s)
+        rejected = [self._endings.reject(other, Reason.TOO_MANY, message, now_s) for other in others]
+        return [effect for effects in rejected for effect in effects]
 
     # -- one request --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ max-min fairness. Of one tenant the latest request yields first.
 Owns: the order. Does not know: how many requests are enough, where preempted requests go.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -72,14 +73,14 @@ class Preemption:
         """Return whether the request may be preempted: it has not begun, and it may be rejected."""
         return tracked.may_be_rejected and self._requests.has_not_begun(tracked)
 
-    def first(self, tracked: TrackedRequest, device_s: float, now_s: float) -> TrackedRequest | None:
-        """Return the placed request that yields first to the new request `tracked`; None if none yields.
+    def first(self, num: int, tracked: TrackedRequest, device_s: float, now_s: float) -> list[TrackedRequest]:
+        """Return the `num` placed requests that yield first to the new request `tracked`, or all that yield.
 
-        `device_s`: predicted seconds of the new request's prefill. With 0, the result None means that no
-        request yields even to the shortest prompt.
+        `device_s`: predicted seconds of the new request's prefill. With 0, a shorter result means that fewer
+        requests yield even to the shortest prompt.
         """
-        victim = next(self._preemptible(tracked, device_s, now_s, self._requests.by_id.values()), None)
-        return None if victim is None else victim.tracked
+        victims = self._preemptible(tracked, device_s, now_s, self._requests.by_id.values())
+        return [victim.tracked for victim in itertools.islice(victims, num)]
 
     def enough(
         self,

@@ -30,9 +30,9 @@ class RunningRequests:
         self._announcing: dict[str, TrackedRequest] = {}
         """The first choices whose answers have announced choices, by the answers' ids."""
 
-    def are_within_limit(self, num_more: int) -> bool:
-        """Return whether `num_more` further requests can run within the limit."""
-        return self.number + num_more <= self._limit
+    def num_beyond(self, num_more: int) -> int:
+        """Return by how many `num_more` further requests would exceed the limit; at least 0."""
+        return max(0, self.number + num_more - self._limit)
 
     def are_within_equal_part(self, tenant: str, num_more: int) -> bool:
         """Return whether `num_more` further requests leave the tenant within an equal part of the limit."""

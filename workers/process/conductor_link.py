@@ -101,7 +101,8 @@ class ConductorLink:
         A larger number shows that the connection was made again, so that the session must register again.
         """
         self._unheard = UnheardPrompts()
-        self._must_register = asyncio.Event()
+        self._wakes_beat = asyncio.Event()
+        """An event that makes `beat` go on before the next heartbeat is due."""
         self._send_beat: Callable[[], Awaitable[None]] | None = None
         """Callback that sends a heartbeat; None before the registration."""
         self._beating = asyncio.Lock()
@@ -162,6 +163,7 @@ class ConductorLink:
         self._status.is_registered = True
         self._epoch, self._num_connections = epoch, self._conductor.num_connections
         self._report_ready()
+        self._wakes_beat.set()  # the first heartbeat tells where the instance's modules are
         for prefilled in self._unheard.take_all():
             await self.tell(prefilled)
         if self._retirement.wanted.is_set():
@@ -185,7 +187,7 @@ class ConductorLink:
         The registration also lists the requests that this session continues.
         """
         self._status.is_registered = False
-        self._must_register.set()
+        self._wakes_beat.set()
 
     async def beat(
         self,
@@ -218,16 +220,16 @@ class ConductorLink:
 
         self._send_beat = send
         while True:
+            self._wakes_beat.clear()
             if self.is_registered and self._conductor.num_connections != self._num_connections:
                 self._register_again()
             if self.is_registered:
                 await self.beat_now()
             else:
-                self._must_register.clear()
                 held = [*self._unheard.held, *take_held()] if self._epoch else []
                 await self.tell(self._renewed(registration(), held))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._must_register.wait(), self.heartbeat_s)
+                await asyncio.wait_for(self._wakes_beat.wait(), self.heartbeat_s)
             if not self.is_registered:
                 report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
             if self._epoch and time.monotonic() - self._heard_at_s > deadline_s:

@@ -298,9 +298,14 @@ class Link:
                 self._end(request_id, UnavailableError(message))
 
     def _go_on_without_acceptance(self) -> None:
-        """Let all answers submit their further choices, as an `Accepted` may have been lost."""
-        for request_id in list(self._in_flight):
-            self._accept(request_id)
+        """Let answers submit their further choices if an `Accepted` seems to be lost.
+
+        At the first heartbeat after a submission, it may still be in flight.
+        """
+        for request_id, reception in list(self._in_flight.items()):
+            reception.num_unaccepted_beats += 1
+            if reception.num_unaccepted_beats > 1:
+                self._accept(request_id)
 
     def _accept(self, request_id: str) -> None:
         """Let an answer submit its further choices. Idempotent."""

@@ -56,6 +56,8 @@ class Reception:
     submitted_s: float
     awaits_acceptance: bool = False
     """Whether the further choices of the answer are held back until the Conductor has accepted this one."""
+    num_unaccepted_beats: int = 0
+    """Heartbeats of the front since the submission while `awaits_acceptance`."""
     last_s: float = field(init=False)
     """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)
