@@ -14,7 +14,8 @@ from tests.workers.references import Reference, prompt_of
 
 pytestmark = pytest.mark.cluster
 GROUPS = Sizes(num_decode=2, num_ranks=2)
-NUM_TOKENS = 100
+NUM_TOKENS = 300
+"""So many that no answer ends before its move, on a busy machine either."""
 
 
 @pytest.fixture(scope="module")
