@@ -6,7 +6,7 @@ The sides are servers on this machine. Only one of them runs at a time, while th
 
     fixed     one prefill and one decode instance, all KVCache is transferred
     chosen    the same, and the Conductor chooses for each request (`conductor.inlining`)
-    both      one instance with both roles
+    both      one instance with both roles, the default of `mooncake-serve`
     both x 2  two instances with both roles
     vllm      vLLM's build for CPUs; it has no SLOs, and refuses nothing
     vllm 256  the same with chunks of 256 tokens
@@ -76,8 +76,8 @@ def _lengths(num_input: int, num_output: int) -> MixSource:
 
 SHORT, LONG = _lengths(128, 64), _lengths(1500, 16)
 MIXED = MixSource(MIXES["chat-and-documents"], burstiness=1.0)
-CAPACITY_PER_S = 2.0
-"""The requests of `MIXED` a second that the best side answers within the SLOs."""
+CAPACITY_PER_S = 5.0
+"""The requests of `MIXED` a second that the best side answers within the SLOs, on 2 cores of an AMD EPYC."""
 SHARED_PREFIX = SyntheticLoad(
     rate_per_s=3.0,
     first_input_tokens=(1060.0, 1100.0, 1180.0),
@@ -97,7 +97,8 @@ LOADS = {
     "1 client": Load(SHORT, num_clients=1, num_requests=8),
     "8 clients": Load(SHORT, num_clients=8, num_requests=48),
     "32 clients": Load(SHORT, num_clients=32, num_requests=96),
-    "chats and documents, half of capacity": Load(MIXED, rate_per_s=0.5 * CAPACITY_PER_S, duration_s=30.0),
+    "chats and documents, 1 a second": Load(MIXED, rate_per_s=1.0, duration_s=30.0),
+    "chats and documents, 3 a second": Load(MIXED, rate_per_s=3.0, duration_s=30.0),
     "chats and documents, 1.5 times capacity": Load(MIXED, rate_per_s=1.5 * CAPACITY_PER_S, duration_s=30.0),
     "documents only": Load(LONG, rate_per_s=0.5, duration_s=30.0),
     "chats only": Load(_lengths(60, 64), rate_per_s=3.0, duration_s=20.0),
