@@ -45,7 +45,7 @@ class CacheKeys:
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys
         self._ends: dict[str, float] = {}
-        """By id, the ends that clients were told, for all caches that etcd may have."""
+        """The ends that clients were told, by id, of all caches that etcd may have."""
         self._doubtful: set[str] = set()
         """Ids of caches whose end in etcd is in doubt, because etcd has not answered a change of it."""
 

@@ -1,4 +1,4 @@
-"""What context caches hold and save, as metrics for Prometheus.
+"""Prometheus metrics of the tokens that context caches hold and save.
 
 Owns: these metrics. Does not know: how caches are kept.
 """

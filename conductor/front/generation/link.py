@@ -303,14 +303,14 @@ class Link:
         At the first heartbeat after a submission, it may still be in flight.
         """
         for request_id, reception in list(self._in_flight.items()):
-            reception.num_unaccepted_beats += 1
-            if reception.num_unaccepted_beats > 1:
-                self._accept(request_id)
+            if reception.awaits_acceptance:
+                reception.num_unaccepted_beats += 1
+                if reception.num_unaccepted_beats > 1:
+                    self._accept(request_id, reception)
 
-    def _accept(self, request_id: str) -> None:
-        """Let an answer submit its further choices. Idempotent."""
-        reception = self._in_flight.get(request_id)
-        if reception is not None and reception.awaits_acceptance:
+    def _accept(self, request_id: str, reception: Reception) -> None:
+        """Let an answer submit its further choices. Does nothing if they are not held back."""
+        if reception.awaits_acceptance:
             reception.awaits_acceptance = False
             reception.receive(Accepted(request_id))
 
@@ -339,7 +339,8 @@ class Link:
                 case RegisterRefused(message):
                     raise ConfigError(f"the conductor refused this front: {message}")
                 case Accepted(request_id):
-                    self._accept(request_id)
+                    if (reception := self._in_flight.get(request_id)) is not None:
+                        self._accept(request_id, reception)
                 case Rejected() | Failed() as ended:
                     self._end(ended.request_id, error_of(ended))
                 case Ordered() | InstanceList() | Migrates() as answer:
@@ -410,7 +411,7 @@ class Link:
                 reception.num_sent, reception.num_silent_beats = None, 0
                 waited_s = _now() - reception.submitted_s
                 await self._conductor.send(Resume(self._continued(reception), waited_s))
-                self._accept(request_id)
+                self._accept(request_id, reception)
                 await asyncio.sleep(0)  # streams go on meanwhile
 
     async def _receive_tokens(self) -> None:
@@ -439,7 +440,7 @@ class Link:
         if received is None:
             self._on_dropped()
             return
-        self._accept(request_id)  # tokens may overtake the Conductor's message
+        self._accept(request_id, reception)  # tokens may overtake the Conductor's message
         reception.last_s, reception.num_silent_beats = now_s, 0
         for event in received:
             if event.finish_reason is not None:

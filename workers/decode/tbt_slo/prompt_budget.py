@@ -31,7 +31,7 @@ class ChunkLimits:
 
 @dataclass(slots=True)
 class Allowance:
-    """What the prompts of one iteration may still add to the iteration: seconds and tokens."""
+    """The seconds and tokens that prompts may still add to one iteration."""
 
     cost: PromptCost
     left_s: float
