@@ -1,4 +1,4 @@
-"""Prometheus metrics of the tokens that context caches hold and save.
+"""Prometheus metrics of context caches: their number, and the tokens that they hold and save.
 
 Owns: these metrics. Does not know: how caches are kept.
 """
