@@ -87,6 +87,14 @@ class Console:
         self._show(name, total=1, completed=1, state="ready")
         self.line(name, f"ready {detail}".rstrip())
 
+    def draining(self, name: str, work: str, drain_s: float | None) -> None:
+        """Show that a child finishes its work before it ends.
+
+        `drain_s` is the most seconds for which the end of the node waits; None if the node does not end.
+        """
+        limit = "" if drain_s is None else f", at most {drain_s:g} s; press Ctrl-C again to end now"
+        self.line(name, f"waiting for {work}{limit}")
+
     def died(self, name: str, code: int | None, last_lines: Iterable[str], backoff_s: float) -> None:
         """Show that a child has died, and that it is restarted after `backoff_s` seconds."""
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -50,7 +50,10 @@ class ChildSpec:
     config: Callable[[Life], str]
     pass_fds: tuple[int, ...] = ()
     drains: bool = False
-    """Whether the process finishes its requests on SIGTERM; on SIGINT it never does."""
+    """Whether the process finishes its requests on SIGTERM; on SIGINT it never does.
+
+    The processes of the node that do not drain end after those that do.
+    """
     instance: str | None = None
     """The instance to which the process belongs; None for other processes."""
     after_end: Callable[[Life], Awaitable[None]] | None = None
@@ -310,7 +313,7 @@ def _worker(
         "workers.vllm.service" if config.engine == "vllm" else "workers.process.service",
         process,
         (record_fd,),
-        drains=part.leads,
+        drains=part.leads and config.runs_one_instance,  # else all requests are those of the node's own front
         instance=part.instance,
     )
 

@@ -1,7 +1,8 @@
 """The child's side of supervision: how a child gets its configuration, reports to the supervisor, and ends.
 
 A child process gets its configuration as one JSON line on stdin. The pipe stays open as long as the
-supervisor lives. The end of the pipe, like SIGTERM, ends the child. Progress and the reason of a fatal error
+supervisor lives. The end of the pipe, like SIGINT, ends the child at once. So does SIGTERM, unless the child
+has work to finish first (`drain_on_sigterm`). Progress and the reason of a fatal error
 go back as JSON lines on the descriptor named by `MOONCAKE_STATUS_FD`; a child started by hand has no such
 descriptor, and only logs.
 
@@ -61,6 +62,12 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """
 
 
+class Draining(msgspec.Struct, tag=True, frozen=True):
+    """The status that the child finishes `work`, such as `3 open answers`, before it ends."""
+
+    work: str
+
+
 class Left(msgspec.Struct, tag=True, frozen=True):
     """The status that the child's instance has been drained and leaves, so that its processes are not
     restarted."""
@@ -87,7 +94,7 @@ class Measured(msgspec.Struct, tag=True, frozen=True):
     device: str
 
 
-Status = Progress | Ready | Alive | Left | Fatal | Measured
+Status = Progress | Ready | Alive | Draining | Left | Fatal | Measured
 
 
 def report(status: Status) -> None:
@@ -157,6 +164,27 @@ def first_message(errors: BaseExceptionGroup[BaseException]) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)
+
+
+def drain_on_sigterm(begin: Callable[[], None], timeout_s: float) -> None:
+    """Call `begin` at the first SIGTERM, instead of ending this process.
+
+    The child then calls `stop` when its work is done. `timeout_s` seconds after the signal, the process ends
+    in any case. SIGINT still ends it at once. Needs a running event loop.
+    """
+    loop = asyncio.get_running_loop()
+
+    def on_first_sigterm() -> None:
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        loop.call_later(timeout_s, stop)
+        begin()
+
+    loop.add_signal_handler(signal.SIGTERM, on_first_sigterm)
+
+
+def stop() -> None:
+    """Stop this process as SIGINT does."""
+    signal.raise_signal(signal.SIGINT)
 
 
 async def _run(serve: Awaitable[None]) -> None:

@@ -17,7 +17,7 @@ from mooncake.config.settings import Config
 from mooncake.node.child import Child
 from mooncake.node.console import Console
 from mooncake.node.plan import ChildSpec, plan_node
-from mooncake.node.process import BEAT_S, FATAL_EXIT_CODE, Fatal, Left, Progress, Ready, Status
+from mooncake.node.process import BEAT_S, FATAL_EXIT_CODE, Draining, Fatal, Left, Progress, Ready, Status
 from mooncake.node.rundir import RunDirectory
 
 STOP_GRACE_S = 4.0
@@ -40,9 +40,8 @@ async def supervise(config: Config) -> int:
             run_dir.remove()
             os._exit(0)  # the interpreter would wait for the thread that takes memory
         children = [Child(spec, config.log_level) for spec in specs]
-        # Without a Conductor no running request can end.
-        drain_s = config.worker.drain_timeout_s if config.runs_one_instance else 0.0
         hang_timeout_s = None if config.hang_timeout_s == "never" else config.hang_timeout_s
+        drain_s = config.worker.drain_timeout_s
         supervisor = Supervisor(children, stopping, drain_s, hang_timeout_s, started_at_s)
         code = await supervisor.run()
     if supervisor.is_stuck:
@@ -78,7 +77,9 @@ class Stopping:
 class Supervisor:
     """The supervisor of a set of children.
 
-    Before the node ends, instances have `drain_s` seconds to finish their requests; with 0 they end at once.
+    The node ends in two steps. First, children that drain have `drain_s` seconds to finish their requests;
+    with 0 they end at once. Meanwhile the others live, and are restarted if they die: the requests need them.
+    Then everything ends.
 
     A child that gives no sign of life for `hang_timeout_s` seconds is killed, and restarted like a child that
     has died.
@@ -94,6 +95,8 @@ class Supervisor:
     ) -> None:
         self._children, self._drain_s = children, drain_s
         self._stop, self._hurry = stopping.is_wanted, stopping.is_urgent
+        self._drained = asyncio.Event()
+        """An event that is set when the node's end waits for no requests any more."""
         self._hang_timeout_s = hang_timeout_s
         self._console = Console([child.spec.name for child in children])
         self._fatal: str | None = None
@@ -114,6 +117,7 @@ class Supervisor:
                 watching = group.create_task(self._watch())
                 await self._stop.wait()
                 await self._drain(keepers)
+                self._drained.set()
                 watching.cancel()
                 await self._stop_children(keepers)
             if self._fatal is not None:
@@ -121,11 +125,11 @@ class Supervisor:
         return 1 if self._fatal is not None else 0
 
     async def _drain(self, keepers: list[asyncio.Task[None]]) -> None:
-        """Let instances finish their requests before any other process ends."""
+        """Let the children that drain finish their requests before any other child ends."""
         draining = [
             keeper for child, keeper in zip(self._children, keepers, strict=True) if child.spec.drains
         ]
-        if not self._drain_s or not draining or self._fatal is not None:
+        if not self._drain_s or not draining or self._hurry.is_set():
             return
         for child in self._children:
             if child.spec.drains:
@@ -137,10 +141,11 @@ class Supervisor:
             waiting.cancel()
 
     async def _keep(self, child: Child) -> None:
-        while not self._stop.is_set() and not child.has_left:
+        end = self._stop if child.spec.drains else self._drained
+        while not end.is_set() and not child.has_left:
             async for item in child.start():
                 self._on_output(child, item)
-            if self._stop.is_set():
+            if end.is_set():
                 return
             if child.has_left:
                 self._console.line(child.spec.name, "has ended")
@@ -149,13 +154,18 @@ class Supervisor:
                 return
             assert child.process is not None
             if child.process.returncode == FATAL_EXIT_CODE:
-                self._fatal = self._fatal or f"{child.spec.name} cannot serve"
-                self._stop.set()
+                self._fail(f"{child.spec.name} cannot serve")
                 return
             backoff_s = child.backoff_s
             self._console.died(child.spec.name, child.process.returncode, child.last_lines, backoff_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), backoff_s)
+                await asyncio.wait_for(end.wait(), backoff_s)
+
+    def _fail(self, message: str) -> None:
+        """End everything at once with an error. The first error counts."""
+        self._fatal = self._fatal or message
+        self._stop.set()
+        self._hurry.set()
 
     def _end_with(self, left: Child) -> None:
         """End the other processes of an instance that has left, and everything if no instance is left."""
@@ -189,7 +199,7 @@ class Supervisor:
         name = child.spec.name
         match item:
             case str():
-                if not self._stop.is_set():  # what processes say of one another's end is noise
+                if not self._drained.is_set():  # what processes say of one another's end is noise
                     self._console.line(name, item)
             case Progress():
                 self._console.progress(name, item)
@@ -197,12 +207,13 @@ class Supervisor:
                 self._console.ready(name, item.detail)
                 self._hint = item.hint or self._hint
                 self._announce_when_all_are_ready()
+            case Draining(work):
+                self._console.draining(name, work, self._drain_s if self._stop.is_set() else None)
             case Left():
                 child.has_left = True
                 self._console.line(name, "has left the cluster")
-            case Fatal():
-                self._fatal = self._fatal or item.message
-                self._stop.set()
+            case Fatal(message):
+                self._fail(message)
 
     def _announce_when_all_are_ready(self) -> None:
         if self._announced or not all(child.is_ready for child in self._children):

@@ -12,7 +12,19 @@ from pydantic import BaseModel
 from mooncake.errors import ModelError
 from mooncake.node import process
 from mooncake.node.lives import ProcessEnd
-from mooncake.node.process import STATUS_FD_VARIABLE, Left, Measured, Progress, Ready, child_main, report
+from mooncake.node.process import (
+    STATUS_FD_VARIABLE,
+    Draining,
+    Left,
+    Measured,
+    Progress,
+    Ready,
+    child_main,
+    drain_on_sigterm,
+    report,
+    stop,
+)
+from tests.deadline import DEADLINE_S
 
 
 class FakeConfig(BaseModel):
@@ -37,6 +49,8 @@ class FakeConfig(BaseModel):
         "fault",
         "leave",
         "leave-a-grandchild",
+        "drain",
+        "fatal-when-restarted",
     ]
     lives_file: str
     previous_end: ProcessEnd | None = None
@@ -66,7 +80,7 @@ async def serve(config: FakeConfig) -> None:
     if config.behaviour == "babble":
         print("x" * 1_000_000, flush=True)
         os.write(int(os.environ[STATUS_FD_VARIABLE]), b"this is no status\n")
-    if config.behaviour == "fatal":
+    if config.behaviour == "fatal" or (config.behaviour == "fatal-when-restarted" and num_lives > 1):
         raise ModelError("the model is not there")
     while config.behaviour == "babble-for-ever":
         print("x" * 1000, flush=True)
@@ -75,6 +89,9 @@ async def serve(config: FakeConfig) -> None:
         report(Measured("prefill", 16, 0, 0.5, "cpu", "Z80"))
         report(Measured("decode", 1, 65, 0.25, "cpu", "Z80"))
         return
+    if config.behaviour == "drain":  # until SIGUSR1
+        drain_on_sigterm(lambda: report(Draining("2 open answers")), timeout_s=DEADLINE_S)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop)
     report(Ready(f"served {num_lives} behind {config.previous_end}", f"try {num_lives}"))
     if config.behaviour == "leave":
         report(Left())

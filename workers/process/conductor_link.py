@@ -44,14 +44,14 @@ from mooncake.messages.workers import (
     SwitchRole,
     ToWorker,
 )
-from mooncake.node.process import Left, Progress, Ready, report
+from mooncake.node.process import Draining, Left, Progress, Ready, report, stop
 from mooncake.node.process_config import WorkerProcess
 from workers.errors import SessionLostError
 from workers.groups.stage_pulse import beat_interval_s
 from workers.kvcache.latest_stats import LatestStats
 from workers.process.front_links import FrontLinks
 from workers.process.metrics_listener import ListenerState
-from workers.process.retirement import Retirement, end, is_sending
+from workers.process.retirement import Retirement, is_sending
 from workers.process.unheard import UnheardPrompts
 
 SILENCE_SHARE = 0.5
@@ -265,14 +265,15 @@ class ConductorLink:
         await self._retirement.wanted.wait()
         if self.is_registered:
             await self.tell(Retire())
-            report(Progress("draining", 0, 0))
+            if not self._retirement.granted.is_set():
+                report(Draining("its requests"))
             while not self._retirement.granted.is_set() and self._hears_the_conductor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._retirement.granted.wait(), self.heartbeat_s)
             await self._wait_until_kvcache_is_sent()
         if self._retirement.is_for_good:
             report(Left())
-        end()
+        stop()
 
     async def _wait_until_kvcache_is_sent(self) -> None:
         while True:

@@ -9,7 +9,6 @@ Owns: when the process may end. Does not know: requests, how a process stops (`m
 """
 
 import asyncio
-import signal
 
 from mooncake.messages.pools import PoolStats
 
@@ -22,17 +21,6 @@ class Retirement:
         self.is_for_good = False
         """Whether an operator has drained the instance, so that its supervisor must not start it again."""
 
-    def begin_on_sigterm(self, timeout_s: float) -> None:
-        """Retire on SIGTERM. After `timeout_s` seconds the process ends even if requests are left."""
-        loop = asyncio.get_running_loop()
-
-        def begin() -> None:
-            if not self.wanted.is_set():
-                self.wanted.set()
-                loop.call_later(timeout_s, end)
-
-        loop.add_signal_handler(signal.SIGTERM, begin)
-
     def grant(self, *, is_for_good: bool) -> None:
         """Let the process end as soon as no KVCache is in flight. No request is left on the instance.
 
@@ -41,11 +29,6 @@ class Retirement:
         self.is_for_good = is_for_good
         self.wanted.set()
         self.granted.set()
-
-
-def end() -> None:
-    """Stop this process as SIGINT does."""
-    signal.raise_signal(signal.SIGINT)
 
 
 def is_sending(pool: PoolStats) -> bool:

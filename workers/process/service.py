@@ -16,7 +16,7 @@ from mooncake.errors import PoolError
 from mooncake.leadership.leaders import Leaders, following
 from mooncake.messages.blocks import KVLayout
 from mooncake.model.checkpoint import kv_layout, open_checkpoint
-from mooncake.node.process import child_main
+from mooncake.node.process import child_main, drain_on_sigterm, stop
 from mooncake.node.process_config import WorkerProcess
 from mooncake.tracing.opening import open_tracer
 from workers.errors import SessionLostError
@@ -25,7 +25,7 @@ from workers.execution.loading import load_executor
 from workers.execution.pass_record import PassRecord
 from workers.process.metrics_listener import ListenerState, listening
 from workers.process.rank_session import RankSession
-from workers.process.retirement import Retirement, end
+from workers.process.retirement import Retirement
 from workers.process.returning import say_returning
 from workers.process.session import LeaderSession
 from workers.process.stage_session import StageSession
@@ -56,7 +56,7 @@ async def serve(process: WorkerProcess) -> None:
             executor = await asyncio.to_thread(load_executor, checkpoint, layout, process, record)
         leads = process.stage.number == 0 and process.rank.number == 0
         if leads:
-            retirement.begin_on_sigterm(config.worker.drain_timeout_s)
+            drain_on_sigterm(retirement.wanted.set, config.worker.drain_timeout_s)
         if config.worker.metrics_listen is not None and leads:
             name = config.served_model_name or checkpoint.name
             stack.enter_context(listening(config.worker.metrics_listen, name, status))
@@ -92,7 +92,7 @@ async def _serve_sessions(
             if this_task is not None and this_task.cancelling():
                 raise asyncio.CancelledError from None  # the messenger was only quicker to stop than we are
             if retirement.wanted.is_set():
-                end()
+                stop()
             log.warning("%s; all its work has ended, registering again", error)
             retry_s = FIRST_RETRY_S if session.is_registered else min(2 * retry_s, LONGEST_RETRY_S)
         del session

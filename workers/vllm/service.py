@@ -15,12 +15,12 @@ import sys
 from mooncake.errors import PoolError
 from mooncake.leadership.leaders import following
 from mooncake.model.checkpoint import kv_layout, open_checkpoint
-from mooncake.node.process import child_main, first_message
+from mooncake.node.process import child_main, drain_on_sigterm, first_message, stop
 from mooncake.node.process_config import WorkerProcess
 from mooncake.tracing.opening import open_tracer
 from workers.errors import EngineLostError, SessionLostError
 from workers.process.metrics_listener import ListenerState, listening
-from workers.process.retirement import Retirement, end
+from workers.process.retirement import Retirement
 from workers.process.returning import say_returning
 from workers.vllm.server import running
 from workers.vllm.session import VllmSession
@@ -37,7 +37,7 @@ async def serve(process: WorkerProcess) -> None:
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status, retirement = ListenerState(process.role), Retirement()
-    retirement.begin_on_sigterm(config.worker.drain_timeout_s)
+    drain_on_sigterm(retirement.wanted.set, config.worker.drain_timeout_s)
     tracer = open_tracer(config.tracing, process.part)
     async with contextlib.AsyncExitStack() as stack:
         leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
@@ -56,7 +56,7 @@ async def serve(process: WorkerProcess) -> None:
                 await session.run()
             except (SessionLostError, PoolError) as error:
                 if retirement.wanted.is_set():
-                    end()
+                    stop()
                 log.warning("%s; all its work has ended, registering again", error)
                 await asyncio.sleep(_RETRY_S)
 

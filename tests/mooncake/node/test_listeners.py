@@ -8,7 +8,9 @@ import pytest
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.node.listeners import ListenAddress, check_free, listen_addresses, parts_of
+from mooncake.node.lives import Life
 from mooncake.node.plan import plan_node
+from mooncake.node.process_config import WorkerProcess
 from mooncake.node.rundir import RunDirectory
 from mooncake.security.keys import ClusterKey
 
@@ -106,8 +108,13 @@ def test_parts_are_those_that_the_node_starts(
     flags = {"kvcache__pool_bytes": "4MiB", "security__key_file": str(short_tmp_path / "key"), **flags}
     with RunDirectory() as run_dir:
         specs = plan_node(config(**flags), run_dir)
-    workers = [spec for spec in specs if spec.module == "workers.process.service"]
-    assert [part.leads for part in parts_of(config(**flags))] == [spec.drains for spec in workers]
+    workers = [
+        WorkerProcess.model_validate_json(spec.config(Life(1)))
+        for spec in specs
+        if spec.module == "workers.process.service"
+    ]
+    leads = [worker.stage.number == worker.rank.number == 0 for worker in workers]
+    assert [part.leads for part in parts_of(config(**flags))] == leads
 
 
 def test_what_nobody_can_listen_at_is_named_with_its_key() -> None:

@@ -24,14 +24,20 @@ from tests.mooncake.fake_child import FakeConfig
 
 
 def child(
-    name: str, behaviour: str, folder: Path, instance: str | None = None, pass_fds: tuple[int, ...] = ()
+    name: str,
+    behaviour: str,
+    folder: Path,
+    instance: str | None = None,
+    pass_fds: tuple[int, ...] = (),
+    *,
+    drains: bool = False,
 ) -> Child:
     config = FakeConfig.model_validate({"behaviour": behaviour, "lives_file": str(folder / name)})
 
     def config_of(life: Life) -> str:
         return config.model_copy(update={"previous_end": life.previous_end}).model_dump_json()
 
-    spec = ChildSpec(name, "tests.mooncake.fake_child", config_of, pass_fds, instance=instance)
+    spec = ChildSpec(name, "tests.mooncake.fake_child", config_of, pass_fds, drains, instance)
     return Child(spec, "warning")
 
 
