@@ -49,6 +49,3 @@ class FrontConfig(BaseModel):
     send_timeout_s: float = Field(
         default=60.0, gt=0, description="a client that takes nothing of its answer for so long is hung up on"
     )
-    shutdown_grace_s: int = Field(
-        default=2, ge=0, description="how long running answers may go on at the end"
-    )

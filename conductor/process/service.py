@@ -27,7 +27,13 @@ from conductor.front.config import FrontConfig
 from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
 from conductor.front.process.server import serve as serve_front
-from conductor.front.process.starting import OpenedModel, announce, front_config, open_model
+from conductor.front.process.starting import (
+    OpenedModel,
+    announce,
+    drained_on_sigterm,
+    front_config,
+    open_model,
+)
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
 from conductor.process.quota_levels import SCHEMA as LEVELS
@@ -219,6 +225,7 @@ async def _serve(process: ConductorProcess) -> None:
                 display,
                 cache_store,
                 tracer,
+                drained_on_sigterm(config),
             )
 
 

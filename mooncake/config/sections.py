@@ -199,7 +199,9 @@ class WorkerConfig(Section):
         " hosts, which reach them at the first of messenger.hosts (instance i: port + i); off",
     )
     drain_timeout_s: PositiveSeconds = Field(
-        30.0, description="how long an instance that is told to end (SIGTERM) may finish what it runs"
+        30.0,
+        description="how long a node that is told to end (SIGTERM) may finish what it runs: an instance its"
+        " requests, a front its answers",
     )
     mixed_chunk_tokens: int = Field(
         256,

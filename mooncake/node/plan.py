@@ -239,6 +239,7 @@ def _conductor(config: Config, key: ClusterKey, state_file: Path) -> ChildSpec:
         "conductor",
         "conductor.process.service",
         process,
+        drains=True,
         after_end=after_end if config.cluster.has_standbys else None,
     )
 
@@ -249,7 +250,7 @@ def _front(config: Config, key: ClusterKey, name: str) -> ChildSpec:
             cluster_key=key, config=config, name=name, incarnation=life.incarnation
         ).model_dump_json()
 
-    return ChildSpec("front", "conductor.front.process.service", process)
+    return ChildSpec("front", "conductor.front.process.service", process, drains=True)
 
 
 def _messenger(

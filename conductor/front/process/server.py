@@ -21,6 +21,7 @@ from conductor.front.errors import UnavailableError
 from conductor.front.generation.link import ConductorPeer
 from conductor.front.http.boundary import RequestIds
 from conductor.front.http.certificate import Certificate
+from conductor.front.http.draining import FrontDrain
 from conductor.front.http.server import HttpServer, listen
 from conductor.front.http.timers import Timeouts
 from conductor.front.openai.model import ServedModel
@@ -59,11 +60,9 @@ async def serve(
     display: Display | None = None,
     cache_store: CacheStore | None = None,
     tracer: "Tracer | None" = None,
+    drain: FrontDrain | None = None,
 ) -> None:
-    """Serve the front until cancelled.
-
-    After the cancellation, requests that are being answered have `config.shutdown_grace_s` seconds to end;
-    requests that have not ended by then get an error.
+    """Serve the front until cancelled. Requests that are open then get an error.
 
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
@@ -71,6 +70,7 @@ async def serve(
     the Conductor is in another process.
     `cache_store` keeps the context caches; a front without a store makes no context caches.
     `tracer` makes the spans of requests, and exports them until this function ends.
+    `drain` lets the caller drain the front before the cancellation; None if the front is never drained.
     Raises ConfigError if a port, an endpoint, the certificate, the file of API keys or the file of context
     caches cannot be used.
     """
@@ -92,12 +92,13 @@ async def serve(
                 model.block_size,
                 asyncio.get_running_loop().time(),
             )
-        front = FrontState(config, model, conductor, registry, caches, display, tracer)
+        front = FrontState(config, model, conductor, registry, caches, display, tracer, drain)
         sockets.callback(front.close)
         if tracer is not None:
             sockets.enter_context(tracer.exporting())  # starts a thread, so all forks must have been made
         access = AdminAccess(config, front.metrics)
-        servers = [_http_server(create_app(front, access), main, config, certificate)]
+        app = front.drain.counting(create_app(front, access))
+        servers = [_http_server(app, main, config, certificate)]
         if admin is not None:
             servers.append(_http_server(create_admin_app(front, access), admin, config, certificate))
         async with asyncio.TaskGroup() as group:
@@ -117,7 +118,6 @@ async def serve(
             finally:
                 for server in servers:
                     server.close()
-                await _wait_closed(servers, config.shutdown_grace_s)
                 await front.link.end(UnavailableError("the server is shutting down"))
                 await _wait_closed(servers, _LAST_WORDS_S)
                 for server in servers:

@@ -1,6 +1,7 @@
 """The start of a process that has a front: its model, the front's settings, the report that it is ready.
 
-Owns: which part of the configuration a front gets. Does not know: where the Conductor is.
+Owns: which part of the configuration a front gets, the signal that drains it. Does not know: where the
+Conductor is.
 """
 
 import asyncio
@@ -8,13 +9,14 @@ import gc
 from typing import NamedTuple
 
 from conductor.front.config import FrontConfig
+from conductor.front.http.draining import FrontDrain
 from conductor.front.openai.model import ServedModel, load_served_model
 from conductor.front.openai.tool_calls import ToolFormat
 from mooncake.config.settings import Config
 from mooncake.messages.blocks import KVDtype
 from mooncake.messages.costs import ModelShape
 from mooncake.model.checkpoint import open_checkpoint
-from mooncake.node.process import Ready, report
+from mooncake.node.process import Draining, Ready, drain_on_sigterm, report, stop
 from mooncake.security.keys import ClusterKey
 
 _NUM_NEW_OBJECTS = 20_000
@@ -69,6 +71,19 @@ def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfi
         absence_timeout_s=config.conductor.absence_timeout_s,
         cluster_key=key,
     )
+
+
+def drained_on_sigterm(config: Config) -> FrontDrain:
+    """Return the drain of a front. SIGTERM begins it, and its end stops this process."""
+    drain = FrontDrain(stop)
+
+    def begin() -> None:
+        if num := drain.num_open:
+            report(Draining(f"{num} open answer{'' if num == 1 else 's'}"))
+        drain.begin()
+
+    drain_on_sigterm(begin, config.worker.drain_timeout_s)
+    return drain
 
 
 def announce(ready: Ready) -> None:

@@ -24,6 +24,7 @@ from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.http.boundary import read_body
 from conductor.front.http.disconnects import while_connected
+from conductor.front.http.draining import FrontDrain
 from conductor.front.metrics import Metrics
 from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
@@ -52,14 +53,16 @@ class FrontState:
         caches: ContextCaches | None = None,
         display: Display | None = None,
         tracer: "Tracer | None" = None,
+        drain: FrontDrain | None = None,
     ) -> None:
         """Open the link, and fork the first process of `reading`.
 
-        `caches` is None for a front that makes no context caches. Raises ConfigError for an endpoint or a
-        trace file that cannot be used.
+        `caches` is None for a front that makes no context caches, `drain` for a front that is never
+        drained. Raises ConfigError for an endpoint or a trace file that cannot be used.
         """
         self.config, self.model = config, model
         self.registry, self.display, self.tracer = registry, display, tracer
+        self.drain = drain or FrontDrain()
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         self.request_log = RequestLog(None if display is None else display.pair)
         now = asyncio.get_running_loop().time
@@ -109,9 +112,10 @@ class FrontState:
     def ready_cluster(self) -> ClusterState:
         """Return the cluster's state.
 
-        Raises UnavailableError if the cluster cannot serve, as instances for prefill or for decode are
-        missing.
+        Raises UnavailableError if this front drains, or if the cluster cannot serve, as instances for prefill
+        or for decode are missing.
         """
+        self.drain.check()
         cluster = self.cluster()
         missing = [
             f"all {role.value} instances are draining"
@@ -127,8 +131,10 @@ class FrontState:
     async def read_body(self, request: Request) -> ReceivedBody:
         """Return the body of a request.
 
-        Raises RequestError if the body is too large, ClientDisconnect if the client hangs up.
+        Raises UnavailableError if this front drains, RequestError if the body is too large, ClientDisconnect
+        if the client hangs up.
         """
+        self.drain.check()
         return await read_body(request, self.config.max_request_bytes)
 
     async def read_job(self, endpoint: ApiEndpoint, body: ReceivedBody, key: ApiKey | None) -> Job:

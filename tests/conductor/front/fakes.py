@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from conductor.front.caches.cache_file import SCHEMA, CacheFile
 from conductor.front.config import FrontConfig
 from conductor.front.generation.link import FromConductor
+from conductor.front.http.draining import FrontDrain
 from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
 from conductor.front.process import server
@@ -330,10 +331,28 @@ class Running:
     """A running front, and its fake cluster."""
 
     def __init__(
-        self, cluster: FakeCluster, url: str, registry: CollectorRegistry, model: ServedModel
+        self,
+        cluster: FakeCluster,
+        url: str,
+        registry: CollectorRegistry,
+        model: ServedModel,
+        drain: FrontDrain,
+        has_drained: threading.Event,
     ) -> None:
         self.cluster, self.url, self.registry, self.model = cluster, url, registry, model
+        self._drain, self.has_drained = drain, has_drained
         self.address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+
+    def begin_to_drain(self) -> None:
+        """Begin the front's drain, and wait until it has begun."""
+        begun = threading.Event()
+
+        def begin() -> None:
+            self._drain.begin()
+            begun.set()
+
+        self.cluster.loop.call_soon_threadsafe(begin)
+        assert begun.wait(DEADLINE_S)
 
     def publish(self, state: ClusterState) -> None:
         """Change the cluster's state, and wait until the front shows it.
@@ -385,15 +404,16 @@ def running_front(
             reply_endpoint=f"ipc://{directory}/reply",
             cluster_key=CLUSTER_KEY,
             served_model_name=MODEL_NAME,
-            shutdown_grace_s=0,
             **config,
         )
         cluster = FakeCluster(f"ipc://{directory}/control")
         conductor = conductor_peer(f"ipc://{directory}/control")
         registry = CollectorRegistry()
+        has_drained = threading.Event()
+        drain = FrontDrain(has_drained.set)
 
         def on_listening(url: str) -> None:
-            started.append(Running(cluster, url, registry, model))
+            started.append(Running(cluster, url, registry, model, drain, has_drained))
             is_up.set()
 
         state = StateFile(directory / "state.db", (SCHEMA,))
@@ -408,6 +428,7 @@ def running_front(
                 display,
                 CacheFile(state),
                 tracer,
+                drain,
             )
         )
         faking = asyncio.create_task(cluster.run())

@@ -6,6 +6,7 @@ import json
 import socket
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from prometheus_client import CollectorRegistry
@@ -91,6 +92,54 @@ def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
     listen(*front.address).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(front.address)
+
+
+def test_a_front_that_drains_finishes_its_answers_and_takes_no_new_requests(tmp_path: Path) -> None:
+    may_end = asyncio.Event()
+
+    async def in_two_parts(cluster: FakeCluster, request: Request) -> None:
+        await cluster.send_tokens(request, b"a")
+        await may_end.wait()
+        await cluster.send_tokens(request, b"b", 1, FinishReason.LENGTH)
+
+    with running_front(tmp_path, byte_model()) as front, httpx.Client(base_url=front.url) as client:
+        front.cluster.behaviour = in_two_parts
+        content = {"model": MODEL_NAME, "prompt": "x"}
+        streamed, whole, leaving = (
+            raw_request(front.address, "/v1/completions", json.dumps({**content, **fields}).encode())
+            for fields in ({"stream": True}, {"n": 2}, {"stream": True})
+        )
+        with leaving:
+            for connection in (streamed, leaving):
+                assert connection.recv(100)
+            front.cluster.wait_until(lambda: len(front.cluster.submitted) == 4)
+            front.begin_to_drain()
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/context_caches"):
+                refused = client.post(path, json=content)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), path
+                message = refused.json()["error"]["message"]
+                assert message == "the server is shutting down and takes no new requests"
+            assert client.get("/ready").status_code == 503
+            for path in ("/health", "/live", "/metrics", "/v1/models"):
+                assert client.get(path).status_code == 200, path
+            assert not front.has_drained.is_set()
+        front.cluster.loop.call_soon_threadsafe(may_end.set)
+        for connection, end in ((streamed, b"data: [DONE]"), (whole, b'"index":1')):
+            with connection, connection.makefile("rb") as rest:
+                read = b""
+                while end not in read:
+                    read += rest.read1()
+            assert b"error" not in read
+        assert front.has_drained.wait(DEADLINE_S)
+        counted = 'mooncake_requests_total{outcome="rejected"} 2.0'
+        assert counted in client.get("/metrics").text
+
+
+def test_a_front_without_open_requests_has_drained_at_once(tmp_path: Path) -> None:
+    with running_front(tmp_path, byte_model()) as front, httpx.Client(base_url=front.url) as client:
+        assert client.get("/ready").status_code == 200  # its connection stays open
+        front.begin_to_drain()
+        assert front.has_drained.is_set()
 
 
 def test_who_takes_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:

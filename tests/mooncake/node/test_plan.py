@@ -373,3 +373,24 @@ def test_what_outlives_a_conductor_has_a_place_for_each_port(
     monkeypatch.chdir(tmp_path)
     named = config(8000, state_file=Path("own.db"))
     assert state_file_of(named, run_directory) == tmp_path / "own.db"
+
+
+@pytest.mark.parametrize(
+    ("flags", "draining"),
+    [
+        ({}, ["conductor"]),
+        ({"num_prefill": "1", "num_decode": "2"}, ["conductor"]),
+        ({"role": "conductor"}, ["conductor"]),
+        ({"role": "front"}, ["front"]),
+        ({"role": "decode", "instance": "d0"}, ["d0"]),
+        ({"role": "prefill", "instance": "p0", "pipeline__stages": "2"}, ["p0.0"]),
+        ({"role": "pool", "instance": "e0"}, []),
+    ],
+)
+def test_what_has_the_requests_of_the_node_drains_before_the_rest_ends(
+    run_directory: RunDirectory, tmp_path: Path, flags: dict[str, str], draining: list[str]
+) -> None:
+    ClusterKey.generate().save(tmp_path / "key")
+    flags = {"kvcache__pool_bytes": "4MiB", "security__key_file": str(tmp_path / "key"), **flags}
+    config = load_config(None, {}, {tuple(key.split("__")): value for key, value in flags.items()})
+    assert [spec.name for spec in plan_node(config, run_directory) if spec.drains] == draining
