@@ -29,7 +29,6 @@ RUN apt-get update \
 COPY --from=build /opt/mooncake /opt/mooncake
 COPY docker/entrypoint /usr/local/bin/mooncake-entrypoint
 COPY docker/healthcheck.py /usr/local/lib/mooncake-healthcheck.py
-COPY docker/finish.py /usr/local/lib/mooncake-finish.py
 ENV PATH=/opt/mooncake/bin:$PATH \
     MOONCAKE_HTTP_HOST=0.0.0.0 \
     MOONCAKE_WORKER_METRICS_LISTEN=0.0.0.0:9100 \

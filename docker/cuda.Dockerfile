@@ -31,7 +31,6 @@ RUN apt-get update \
 COPY --from=build /opt/mooncake /opt/mooncake
 COPY docker/entrypoint /usr/local/bin/mooncake-entrypoint
 COPY docker/healthcheck.py /usr/local/lib/mooncake-healthcheck.py
-COPY docker/finish.py /usr/local/lib/mooncake-finish.py
 ENV PATH=/opt/mooncake/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \

@@ -1,6 +1,7 @@
 """What can be known of docker/ without an engine: the linter's rules, and that all its settings are ours."""
 
 import os
+import re
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from mooncake.config.settings import load_config
+from mooncake.node.supervisor import KILL_GRACE_S, STOP_GRACE_S
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
@@ -83,10 +85,14 @@ def test_the_conductor_has_the_slos_of_the_shipped_configurations() -> None:
         assert (conductor.ttft_slo_s, conductor.tbt_slo_s) == tuple(map(float, defaults.values())), file.name
 
 
-def test_instances_have_the_time_to_drain_before_they_are_killed() -> None:
-    drain_s = load_config(None, {}, {}).worker.drain_timeout_s
-    for service in (OURS["prefill"], OURS["decode"]):
-        assert float(service["stop_grace_period"].removesuffix("s")) > drain_s
+def test_services_have_the_time_to_drain_before_they_are_killed() -> None:
+    end_s = load_config(None, {}, {}).worker.drain_timeout_s + STOP_GRACE_S + KILL_GRACE_S
+    for name in ("conductor", "prefill", "decode"):
+        assert float(OURS[name]["stop_grace_period"].removesuffix("s")) > end_s
+    [alone] = re.findall(
+        r"docker run .*--stop-timeout (\d+) .*mooncake-serve ", (ROOT / "docs/docker.md").read_text()
+    )
+    assert float(alone) > end_s
 
 
 def test_instances_can_be_scaled_and_find_the_conductor() -> None:

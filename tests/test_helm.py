@@ -8,11 +8,8 @@ import json
 import re
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import TCPServer
 from typing import Any
 
 import kubernetes_validate
@@ -22,6 +19,7 @@ import yaml
 from conductor.picker.cli import parsed
 from conductor.picker.watching import PERIOD_S
 from mooncake.config.settings import Config, load_config
+from mooncake.node.supervisor import KILL_GRACE_S, STOP_GRACE_S
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 from tests.wheels import helm
@@ -221,15 +219,15 @@ def _paths(node: object) -> Iterator[str]:
 def test_nothing_is_killed_that_still_drains(values: str, tmp_path: Path) -> None:
     for component, pod in pods(values).items():
         grace_s = pod["spec"]["terminationGracePeriodSeconds"]
-        if component in ("prefill", "decode"):
-            assert grace_s > config_of(values, component, tmp_path).worker.drain_timeout_s + 6
         if component == "picker":
             assert grace_s > parsed(pod["spec"]["containers"][0]["args"]).finish_s + 6
+            continue
+        drain_s = config_of(values, component, tmp_path).worker.drain_timeout_s
         if component == "front":
-            hook = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-            leave_s, finish_s = map(float, hook[-2:])
-            assert leave_s > DNS_KEEPS_S + PERIOD_S
-            assert grace_s > leave_s + finish_s + 6
+            _, leave_s = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+            assert float(leave_s) > DNS_KEEPS_S + PERIOD_S
+            drain_s += float(leave_s)
+        assert grace_s > drain_s + STOP_GRACE_S + KILL_GRACE_S
 
 
 @each_values
@@ -284,58 +282,6 @@ def test_pickers_are_open_to_the_gateways_that_are_named() -> None:
 def test_fronts_and_pickers_are_replaced_one_at_a_time(values: str) -> None:
     for each in of_kind(values, "Deployment"):
         assert each["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
-
-
-def finished(finish_s: float, answers: list[str | int]) -> subprocess.CompletedProcess[str]:
-    """The hook of a front whose metrics are these texts, or errors, one after the other; then it is gone."""
-
-    class Metrics(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = left.pop(0)
-            if not left:
-                server.socket.close()
-            if isinstance(answer, int):
-                self.send_error(answer)
-            else:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(answer.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    left = list(answers)
-    with TCPServer(("127.0.0.1", 0), Metrics) as server:
-        url = f"http://127.0.0.1:{server.server_address[1]}/metrics"
-        command = [sys.executable, str(ROOT / "docker/finish.py"), url, "0", str(finish_s)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as hook:
-            for _ in answers:
-                server.handle_request()
-            out, err = hook.communicate(timeout=DEADLINE_S)
-    return subprocess.CompletedProcess(command, hook.returncode, out, err)
-
-
-RUNNING = 'vllm:num_requests_running{model_name="m"} '
-
-
-def test_a_front_is_waited_for_though_it_could_not_answer_once() -> None:
-    done = finished(DEADLINE_S, [503, RUNNING + "x", RUNNING + "1.0", RUNNING + "0.0"])
-    assert (done.returncode, done.stderr) == (0, "")
-    first, second, third = done.stdout.splitlines()
-    assert first.startswith("not known how many")
-    assert second.startswith("not known how many")
-    assert third == "requests left: 1"
-
-
-def test_a_front_that_is_gone_is_not_waited_for() -> None:
-    done = finished(DEADLINE_S, [RUNNING + "2.0"])
-    assert done.returncode == 1
-    assert done.stderr.startswith("the front is gone: ")
-
-
-def test_a_front_that_never_says_how_much_is_left_is_not_waited_for_longer() -> None:
-    done = finished(0.5, [503])
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def _matches(selector: dict[str, Any], pod: dict[str, Any]) -> bool:
