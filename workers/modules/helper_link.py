@@ -6,11 +6,11 @@ computed.
 
 import asyncio
 import contextlib
-import functools
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,13 +34,21 @@ from workers.modules.link_messages import (
 from workers.modules.remote_pages import PagesClient
 from workers.modules.shared_parts import shared_part
 
-_Connected = tuple[socket.socket, Helped, int]
-"""A connection, the hosted part, and its number of pages. The hosting ends with the connection."""
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds within which the helper must allocate the memory of the modules, and answer."""
 _END_TIMEOUT_S = 10.0
 """Seconds to wait for the helper's confirmation that a hosting has ended."""
 _decoder = msgspec.msgpack.Decoder(FromHelper)
+
+
+class _Connected(NamedTuple):
+    """A connection, and the part that is hosted in `num_pages` pages until the connection ends."""
+
+    sock: socket.socket
+    helped: Helped
+    num_pages: int
+    pages_lost: "asyncio.Future[None]"
+    """Done once the pages of a helper on another host cannot be reached, without which it is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +63,18 @@ class HelperAccess:
 class HelperLink:
     """A helper that hosts modules, until `close` or the helper's own end.
 
-    `on_lost` is called if the helper ends first. The modules are in `num_pages` pages.
+    `on_lost` is called if the helper ends first, or if its pages cannot be reached any more. The modules are
+    in `num_pages` pages.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        helped: Helped,
-        num_pages: int,
-        on_lost: Callable[[], None],
-    ) -> None:
-        self.helped, self.num_pages = helped, num_pages
-        self._sock, self._on_lost = sock, on_lost
+    def __init__(self, connected: _Connected, on_lost: Callable[[], None]) -> None:
+        self.helped, self.num_pages = connected.helped, connected.num_pages
+        self._sock, self._pages_lost, self._on_lost = connected.sock, connected.pages_lost, on_lost
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._on_readable)
+        self._is_used = True
+        """Whether modules are used at the helper: neither side has ended the exchange."""
+        self._loop.add_reader(self._sock, self._on_readable)
+        self._pages_lost.add_done_callback(lambda _: self._lose())
         self.is_lost = False
         """Whether the helper has gone. The memory of a helper on this host is still mapped here."""
 
@@ -89,12 +95,12 @@ class HelperLink:
         connect = _connect_remote if connections.is_remote(address) else _connect_local
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                sock, helped, num_pages = await connect(address, request, model, kv, access)
+                connected = await connect(address, request, model, kv, access)
         except (OSError, TimeoutError, IndexError, TransferError) as error:
             raise ModulesStayError(
                 f"the helper does not answer at {address}: {str(error) or type(error).__name__}"
             ) from None
-        return cls(sock, helped, num_pages, on_lost)
+        return cls(connected, on_lost)
 
     @property
     def is_remote(self) -> bool:
@@ -104,8 +110,7 @@ class HelperLink:
     async def end(self) -> None:
         """End the hosting, and wait until the helper has its pages back, at most `_END_TIMEOUT_S`."""
         if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock)
-            self._end_exchange()
+            self._end_use()
             try:
                 with contextlib.suppress(OSError, TimeoutError):
                     self._sock.shutdown(socket.SHUT_WR)
@@ -117,20 +122,30 @@ class HelperLink:
     def close(self) -> None:
         """End the hosting. Idempotent."""
         if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock)
-            self._end_exchange()
+            self._end_use()
             self._sock.close()
 
-    def _end_exchange(self) -> None:
-        self.helped.owner.close()
-        if self.helped.remote is not None:
-            self.helped.remote.close()
+    def _end_use(self) -> None:
+        """End the exchange, and watch for no loss any more. Idempotent."""
+        if self._is_used:
+            self._is_used = False
+            self._loop.remove_reader(self._sock)
+            self._pages_lost.cancel()  # its callback keeps this object, and with it the mapped memory
+            self.helped.owner.close()
+            if self.helped.remote is not None:
+                self.helped.remote.close()
+
+    def _lose(self) -> None:
+        """Count the helper as lost. Its hosting goes on until `end` or `close`. Idempotent."""
+        if self._is_used:
+            self._end_use()
+            self.is_lost = True
+            self._on_lost()
 
     def _on_readable(self) -> None:
         """Handle the end of the connection: a helper sends nothing after its answer."""
-        self.is_lost = True
+        self._lose()
         self.close()
-        self._on_lost()
 
 
 async def _connect_local(
@@ -155,7 +170,7 @@ async def _connect_local(
             part = shared_part(request, hosting.num_pages, model, kv)
             helped = part.own(part.layout.map(fds[0]), access.timeout_s)
         opened.pop_all()
-        return sock, helped, hosting.num_pages
+        return _Connected(sock, helped, hosting.num_pages, asyncio.get_running_loop().create_future())
 
 
 async def _connect_remote(
@@ -174,13 +189,21 @@ async def _connect_remote(
             joined[purpose] = opened.enter_context(await connections.connect(endpoint, access.key))
             await connections.send(joined[purpose], Join(hosting.token, purpose))
         part = shared_part(request, hosting.num_pages, model, kv)
-        # Without its pages a helper is of no use, though it may go on computing.
-        lose = functools.partial(connections.shut_down, sock)
-        pages = PagesClient(joined[Purpose.PAGES], part.layout.pages, access.timeout_s, lose)
+        loop = asyncio.get_running_loop()
+        pages_lost: asyncio.Future[None] = loop.create_future()
+
+        def note() -> None:
+            if not pages_lost.done():
+                pages_lost.set_result(None)
+
+        def on_lost() -> None:  # on the thread of a call that fails
+            loop.call_soon_threadsafe(note)
+
+        pages = PagesClient(joined[Purpose.PAGES], part.layout.pages, access.timeout_s, on_lost)
         wire = Wire(joined[Purpose.PASSES], access.timeout_s)
         helped = part.own(part.layout.mailbox_alone(), access.timeout_s, wire, pages)
         opened.pop_all()
-        return sock, helped, hosting.num_pages
+        return _Connected(sock, helped, hosting.num_pages, pages_lost)
 
 
 def _hosting(payload: bytes, request: HostModules) -> Hosting:

@@ -21,7 +21,7 @@ from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, Part, paired, pre
 from workers.decode.migration import helper_pace
 from workers.errors import SessionLostError
 from workers.modules import helper_link
-from workers.modules.helper_link import HelperAccess
+from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.remote_pages import PagesServer
 
 pytestmark = pytest.mark.cluster
@@ -151,6 +151,36 @@ async def test_a_session_ends_if_the_pages_of_a_helper_on_another_host_cannot_be
     with pytest.raises(ExceptionGroup) as ended:
         await load()
     assert ended.group_contains(SessionLostError, match="d1 is lost, and with it the KVCache of ")
+
+
+async def test_an_order_that_loses_its_helpers_pages_ends_when_the_helper_is_free_again(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper, on another host, ends the stream for pages, and needs a while to end the hosting."""
+    goes_on, hosted_at_the_end = threading.Event(), list[dict[str, int]]()
+    end = HelperLink.end
+
+    def answer(server: PagesServer, *_: object) -> None:
+        server.close()
+        assert goes_on.wait(DEADLINE_S)
+
+    async with paired(start_decode_lab, tmp_path, is_remote=True) as pair:
+
+        async def end_late(link: HelperLink) -> None:
+            asyncio.get_running_loop().call_soon(goes_on.set)
+            await end(link)
+            hosted_at_the_end.append(pair.host.num_hosted)
+
+        used = pair.owner.executor.kv.pages.allocate(1)  # so that there is something to copy
+        with monkeypatch.context() as patches:
+            patches.setattr(PagesServer, "_answer", answer)
+            patches.setattr(HelperLink, "end", end_late)
+            place = await pair.place(1)
+            assert place.error.startswith("the helper's pages cannot be reached: ")
+            assert hosted_at_the_end == [{}]
+        await pair.move(1)
+        await pair.move(0)
+        pair.owner.executor.kv.pages.free(used)
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
