@@ -31,6 +31,8 @@ _LONGEST_GREETING_BYTES = 256
 """The most bytes of a message of the greeting."""
 _MOST_UNAUTHENTICATED = 64
 """The most unauthenticated connections at a listener; a further one ends the oldest."""
+_CONNECT_TIMEOUT_S = 5.0
+"""Seconds within which an owner must reach a helper, and both must have proved that they know the key."""
 _GREETING_TIMEOUT_S = 5.0
 """Seconds in which a peer must have proved that it knows the key, and sent its first message."""
 _OPTIONS = (
@@ -55,8 +57,21 @@ def is_remote(address: str) -> bool:
 async def connect(address: str, key: ClusterKey) -> socket.socket:
     """Return a connection to a helper, after both sides have proved that they know the key.
 
-    Raises ModulesStayError for a peer with another key, and OSError.
+    Raises ModulesStayError for a peer with another key, TransferError if that takes longer than
+    `_CONNECT_TIMEOUT_S`, and OSError.
     """
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            return await _connect(address, key)
+    except TimeoutError:
+        raise TransferError(
+            f"no connection within {_CONNECT_TIMEOUT_S:g} s; check that the host is up, and that firewalls"
+            " let this host through"
+        ) from None
+
+
+async def _connect(address: str, key: ClusterKey) -> socket.socket:
+    """Do what `connect` does, without its limit of time."""
     host, _, port = address.removeprefix(_SCHEME).rpartition(":")
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

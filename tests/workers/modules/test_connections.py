@@ -136,6 +136,25 @@ async def test_an_end_in_the_middle_of_a_message_is_the_end_and_a_long_one_an_er
             await receive(far)
 
 
+async def test_a_host_that_answers_no_packet_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_CONNECT_TIMEOUT_S", 0.05)
+    with socket.socket() as listener, socket.socket() as first:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        first.connect(listener.getsockname())  # so that packets of further ones are dropped
+        with pytest.raises(TransferError, match=r"no connection within 0\.05 s; check that the host is up"):
+            await connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLUSTER_KEY)
+
+
+async def test_a_helper_that_says_nothing_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_CONNECT_TIMEOUT_S", 0.05)
+    with (
+        listen_tcp("127.0.0.1", 0) as listener,
+        pytest.raises(TransferError, match=r"no connection within 0\.05 s"),
+    ):
+        await connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLUSTER_KEY)
+
+
 @pytest.mark.parametrize("error", [TimeoutError("ETIMEDOUT"), OSError(113, "no route to host")])
 async def test_an_owner_that_vanishes_ends_no_other_connection(error: OSError) -> None:
     async with served() as at:
