@@ -94,7 +94,9 @@ class AdminClient:
         Raises MooncakeError.
         """
         path = f"/instances/{quote(name, safe='')}"
-        if part.share:
+        if not part:
+            self._ask("POST", f"{path}/back", **{"from": helper})
+        elif part.share:
             self._ask("POST", f"{path}/sequences", to=helper, share=part.share)
         elif part.layers is not None:
             self._ask("POST", f"{path}/layers", to=helper, layers=str(part.layers))

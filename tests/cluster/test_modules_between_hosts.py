@@ -264,7 +264,7 @@ def go_through(cluster: Cluster, part: str, fault: str, rng: random.Random) -> N
         clients.wait_for_more()
         clients.go_on_for(rng.uniform(0, _MOMENT_S))
         if rng.random() < 0.5:
-            back = f"{cluster.conductor.url}/admin/instances/decode-0/heads?to=decode-1&num=0"
+            back = f"{cluster.conductor.url}/admin/instances/decode-0/back?from=decode-1"
             HTTP.post(back, timeout=DEADLINE_S)
         FAULTS[fault](cluster, clients, rng)
         clients.wait_for_more()

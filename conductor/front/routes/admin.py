@@ -45,9 +45,10 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         POST /instances/NAME/drain                            drain one, which then ends unless ?stay=true
         POST /instances/NAME/serve                            withdraw an order to drain or to switch roles
         POST /instances/NAME/role?role=ROLE                   change its role
-        POST /instances/NAME/heads?to=HELPER&num=N            move N KV heads to a helper; 0: all modules back
+        POST /instances/NAME/heads?to=HELPER&num=1            move the last KV head to a helper
         POST /instances/NAME/layers?to=HELPER&layers=10:20    move layers to a helper
         POST /instances/NAME/sequences?to=HELPER&share=0.5    move the first half of sequences to a helper
+        POST /instances/NAME/back?from=HELPER                 move all modules back, whatever they are
         POST /requests/ID/migrate?to=NAME                     move a running request
 
     `drain` and `role` are refused if no instance would be left for prefill or decode, unless `?force=true`.
@@ -84,7 +85,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         return await ordered(lambda number: ChangeRole(number, name, role, force))
 
     @router.post("/instances/{name}/heads")
-    async def heads(name: str, to: str, num: Annotated[int, Query(ge=0, le=MOST_HEADS)]) -> Response:
+    async def heads(name: str, to: str, num: Annotated[int, Query(ge=1, le=MOST_HEADS)]) -> Response:
         return await moved(lambda number: MoveModules(number, name, to, ModulesPart(num)))
 
     @router.post("/instances/{name}/layers")
@@ -102,6 +103,10 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         name: str, to: str, share: Annotated[float, Query(ge=LEAST_SHARE, le=MOST_SHARE)]
     ) -> Response:
         return await moved(lambda number: MoveModules(number, name, to, ModulesPart(share=share)))
+
+    @router.post("/instances/{name}/back")
+    async def back(name: str, helper: Annotated[str, Query(alias="from")]) -> Response:
+        return await moved(lambda number: MoveModules(number, name, helper))
 
     async def moved(order: Callable[[int], MoveModules]) -> Response:
         if link.cluster is not None and link.cluster.version < MODULES_SINCE:

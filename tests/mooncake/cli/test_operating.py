@@ -121,9 +121,9 @@ def moved(
         (2, "heads?to=d1&num=2", moved(), moved("d1", 2), "2 of the KV heads of decode-0 are at d1"),
         (TAIL, "layers?to=d1&layers=3%3A8", moved(), moved("d1", TAIL), "layers 3:8 of decode-0 are at d1"),
         (0.5, "sequences?to=d1&share=0.5", moved(), moved("d1", 0.5), HALF),
-        (0, "heads?to=d1&num=0", moved("d1", 0.5), moved(), "all modules of decode-0 are there"),
-        (0, "heads?to=d1&num=0", moved("d1", 2), moved(), "all modules of decode-0 are there"),
-        (0, "heads?to=d1&num=0", moved("d1", TAIL), moved(), "all modules of decode-0 are there"),
+        (0, "back?from=d1", moved("d1", 0.5), moved(), "all modules of decode-0 are there"),
+        (0, "back?from=d1", moved("d1", 2), moved(), "all modules of decode-0 are there"),
+        (0, "back?from=d1", moved("d1", TAIL), moved(), "all modules of decode-0 are there"),
     ],
 )
 def test_migrate_waits_until_the_move_is_complete(

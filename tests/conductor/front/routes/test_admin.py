@@ -68,16 +68,18 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
         ("d0/role", {"force": "true", "role": "both"}),
         ("d0/heads", {"to": "d1", "num": "2"}),
         ("d0/sequences", {"to": "d1", "share": "0.5"}),
+        ("d0/back", {"from": "d1"}),
     ):
         answer = order(front, path, **query)
         assert (answer.status_code, answer.json()) == (200, STATUS)
-    drain, stay, role, heads, sequences = front.cluster.orders
+    drain, stay, role, heads, sequences, back = front.cluster.orders
     assert drain == Drain(drain.order, "d0", force=True)
     assert stay == Drain(stay.order, "d0", force=True, stays=True)
     assert role == ChangeRole(role.order, "d0", Role.BOTH, force=True)
     assert heads == MoveModules(heads.order, "d0", "d1", ModulesPart(2))
     assert sequences == MoveModules(sequences.order, "d0", "d1", ModulesPart(share=0.5))
-    assert len({one.order for one in (drain, stay, role, heads, sequences)}) == 5
+    assert back == MoveModules(back.order, "d0", "d1")
+    assert len({one.order for one in front.cluster.orders}) == 6
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,8 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
         ("d0/role", {}, 400, None),
         ("d0/role", {"role": "conductor"}, 400, None),
         ("d0/drain", {"force": "perhaps"}, 400, None),
-        ("d0/heads", {"to": "d1", "num": "-1"}, 400, None),
+        ("d0/heads", {"to": "d1", "num": "0"}, 400, None),
+        ("d0/back", {}, 400, None),
         ("d0/sequences", {"to": "d1", "share": "1"}, 400, None),
     ],
 )
@@ -102,7 +105,7 @@ def test_orders_that_are_not_obeyed_are_told_with_the_reason(
     assert (answer.status_code, error["code"]) == (status, code)
     assert error["message"]
     if status == 400:
-        params = {"role": "role", "drain": "force", "heads": "num", "sequences": "share"}
+        params = {"role": "role", "drain": "force", "heads": "num", "sequences": "share", "back": "from"}
         assert error["param"] == params[path.partition("/")[2]]
 
 
@@ -122,6 +125,7 @@ def test_an_older_conductor_is_not_asked_to_move_modules(front: Running) -> None
         ("instances/d0/role?role=both&role=decode", "role", "more than once"),
         ("instances/d0/role?Role=both", "Role", "did you mean role"),
         ("instances/d0/serve?force=true", "force", "expected none"),
+        ("instances/d0/back?to=d1", "to", "expected from"),
         ("requests/r/migrate?to=d1&to=d2", "to", "more than once"),
         ("requests/r/migrate?instance=d1", "instance", "expected to"),
         (f"requests/r/migrate?{'x' * 9_999}=d1", None, "unknown parameter"),
