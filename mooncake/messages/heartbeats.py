@@ -97,5 +97,5 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     decode_load: DecodeLoad = DecodeLoad()
     joining: list[Joining] = []
     """The requests' progress into the batch since the last heartbeat, in order."""
-    modules: ModulesPlace = msgspec.field(default=ModulesPlace(), name="heads")
+    modules: ModulesPlace = ModulesPlace()
     moves: MovesStats = MovesStats()

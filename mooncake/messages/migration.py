@@ -238,7 +238,7 @@ class ModulesPlace(msgspec.Struct, frozen=True):
         return self.helper != "" or self.is_moving
 
 
-class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
+class PlaceModules(msgspec.Struct, tag=True, frozen=True):
     """Order to a decode instance: move `part` to a helper. An empty `part` is the order to move all modules
     back.
 

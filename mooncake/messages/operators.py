@@ -94,7 +94,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """Seconds for which the instance has been draining or switching."""
     stays: bool = False
     """Whether the drained instance stays in the cluster until it is ordered to serve again."""
-    modules: ModulesPlace = msgspec.field(default=ModulesPlace(), name="heads")
+    modules: ModulesPlace = ModulesPlace()
     """The place of the instance's modules."""
     num_device_pages: Count = 0
 

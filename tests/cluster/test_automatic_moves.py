@@ -22,7 +22,7 @@ NUM_TOKENS = 2300
 def helpers(server: Server) -> dict[str, Any]:
     """The parts that decode instances have elsewhere, by their helper."""
     listed = HTTP.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
-    return {one["heads"]["helper"]: one["heads"]["part"] for one in listed if one["heads"]["helper"]}
+    return {one["modules"]["helper"]: one["modules"]["part"] for one in listed if one["modules"]["helper"]}
 
 
 def test_modules_of_a_busy_instance_go_to_an_idle_one(tmp_path: Path, run_dir: Path) -> None:

@@ -56,7 +56,7 @@ class Cluster:
 
     def place(self) -> dict[str, Any]:
         """Return where the owner's modules are; nothing while it is not registered."""
-        found: dict[str, Any] = instance(self.conductor, "decode-0").get("heads", {})
+        found: dict[str, Any] = instance(self.conductor, "decode-0").get("modules", {})
         return found
 
     def signal(self, name: str, signum: signal.Signals) -> None:

@@ -216,7 +216,7 @@ def test_a_killed_process_costs_no_answer_and_leaves_nothing_behind(
     clients.check()
     wait_for_pages(server, NUM_PAGES, NUM_PAGES)
     if killed == "decode-1":
-        place = instance(server, "decode-0")["heads"]
+        place = instance(server, "decode-0")["modules"]
         assert (place["helper"], place["error"]) == ("", f"decode-1 is lost, and {what} are here again")
     eventually(lambda: is_ready(server), "all instances serve again")
 
@@ -231,7 +231,7 @@ def test_a_helper_that_stands_still_for_a_while_costs_no_answer(
     stopped = server.pid_of("decode-1")
     os.kill(stopped, signal.SIGSTOP)
     try:
-        eventually(lambda: instance(server, "decode-0")["heads"]["helper"] == "", "all is back")
+        eventually(lambda: instance(server, "decode-0")["modules"]["helper"] == "", "all is back")
     finally:
         os.kill(stopped, signal.SIGCONT)
     clients.check()
@@ -245,7 +245,7 @@ def test_a_helper_that_drains_gives_the_modules_back(server: Server, clients: Cl
     drained = HTTP.post(f"{server.url}/admin/instances/decode-1/drain?stay=true", timeout=DEADLINE_S)
     assert drained.status_code == 200, drained.text
     wait_for_pages(server, NUM_PAGES, NUM_PAGES)
-    assert instance(server, "decode-0")["heads"]["error"] == ""
+    assert instance(server, "decode-0")["modules"]["error"] == ""
     HTTP.post(f"{server.url}/admin/instances/decode-1/serve", timeout=DEADLINE_S).raise_for_status()
     clients.check()
 
@@ -288,7 +288,7 @@ def test_modules_go_to_another_host_and_back_and_the_loss_of_the_host_costs_no_a
     os.kill(nodes["decode-1"].pid_of("decode-1"), signal.SIGKILL)
     clients.check()
     wait_for_pages(conductor, NUM_PAGES, NUM_PAGES)
-    assert instance(conductor, "decode-0")["heads"]["helper"] == ""
+    assert instance(conductor, "decode-0")["modules"]["helper"] == ""
 
 
 def test_a_request_is_longer_than_fits_into_its_instance_while_a_helper_has_its_first_pages(
@@ -300,7 +300,7 @@ def test_a_request_is_longer_than_fits_into_its_instance_while_a_helper_has_its_
     assert migrate(conductor, "decode-0", "decode-1", "--sequences=0.5") == 0
     told = capsys.readouterr().out
     assert told.endswith("the first 50% of sequences of decode-0 are at decode-1; decode-0 has 64 pages\n")
-    assert instance(conductor, "decode-0")["heads"]["part"]["share"] == 0.5
+    assert instance(conductor, "decode-0")["modules"]["part"]["share"] == 0.5
     eventually(lambda: post(conductor, long).status_code == 200, "the front knows of the pages")
     with ThreadPoolExecutor(3) as threads:
         answers = [threads.submit(post, conductor, long) for _ in range(2)]

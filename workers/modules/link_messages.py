@@ -25,7 +25,7 @@ LINK_VERSION = 4
 LONGEST_MESSAGE_BYTES = 1 << 16
 
 
-class HostModules(msgspec.Struct, tag="HostHeads", frozen=True):
+class HostModules(msgspec.Struct, tag=True, frozen=True):
     """The request to host a part of the model. The answer is `Hosting` or `HostingRefused`.
 
     The helper must have memory for at least `least_pages` pages of these modules, and should have it for

@@ -47,7 +47,7 @@ STATUS = {
     "num_blocks_left": 0,
     "since_s": 0.0,
     "stays": False,
-    "heads": msgspec.to_builtins(ModulesPlace()),
+    "modules": msgspec.to_builtins(ModulesPlace()),
     "num_device_pages": 0,
 }
 
