@@ -1,7 +1,8 @@
-"""The pauses of streams while layers or KV heads move, and the gain of a pipeline of two decode instances.
+"""The pauses of streams while layers, KV heads or parts of sequences move, and the gain of a pipeline of two
+decode instances.
 
-    python -m benchmarks.migration.modules [--layers START:STOP | --heads N] [--batch N] [--moves N]
-        [--two-hosts]
+    python -m benchmarks.migration.modules [--layers START:STOP | --heads N | --sequences SHARE] [--batch N]
+        [--moves N] [--two-hosts]
 
 There are two decode instances with the default model, one core each, on one host or on two. The first
 instance decodes all streams. Its modules move to the second instance and back. Limit (*bar*): the p99 of
@@ -13,6 +14,9 @@ layers at the second instance: one instance alone has too little memory for them
 the larger pipeline is at least 1.7 times that of one instance, and TBT at most 1.15 times. For comparison,
 the two instances also decode separately: their throughput together is the most that both cores can reach. It
 is less than twice the throughput of one instance if the two cores are threads of one physical core.
+
+Sequences are long, because an owner keeps short ones whole. They are divided with each move to the helper.
+Their tokens are those of whole sequences only up to rounding, and are not compared.
 
 Owns: the steps, the tables, the bars. Does not know: how modules move.
 """
@@ -38,7 +42,8 @@ from mooncake.messages.migration import LayerRange, ModulesPart
 NUM_TOKENS = 60
 """The tokens of each stream in one measurement."""
 TOKENS_BEHIND = 3
-PROMPT, OUTPUT = 64, 4000
+PROMPT, LONG_PROMPT, OUTPUT = 64, 2000, 4000
+"""Tokens of a stream's prompt, of a long stream's prompt, and of an answer."""
 LEAST_THROUGHPUT, MOST_TBT, MOST_ITERATIONS = 1.7, 1.15, 1.0
 OTHER_TOKENS = "Streams with other tokens than without a move"
 Move = Callable[[], Awaitable[object]]
@@ -61,10 +66,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Bench:
-    """The streams at the instance `owner` of a rig. All prompts are random tokens."""
+    """The streams at the instance `owner` of a rig. All prompts are `prompt_len` random tokens."""
 
-    def __init__(self, on: Rig, owner: Instance) -> None:
+    def __init__(self, on: Rig, owner: Instance, prompt_len: int = PROMPT) -> None:
         self._rig, self._generator = on, torch.Generator().manual_seed(0)
+        self._prompt_len = prompt_len
         self.owner = owner
         self.streams: list[Stream] = []
         self._num_begun = 0
@@ -72,7 +78,7 @@ class Bench:
     async def begin(self, num: int) -> None:
         """Begin further streams, and wait until all of them are decoded."""
         for _ in range(num):
-            prompt = torch.randint(1000, 40000, (PROMPT,), generator=self._generator).tolist()
+            prompt = torch.randint(1000, 40000, (self._prompt_len,), generator=self._generator).tolist()
             self._num_begun += 1
             name = f"{self.owner.register.instance}{self._num_begun}"
             stream = await self._rig.begin(name, prompt, OUTPUT, self.owner, seed=self._num_begun)
@@ -85,10 +91,11 @@ class Bench:
             await goal[0].reached(goal[1])
 
     async def end(self) -> None:
-        """End all streams."""
+        """End all streams. Those that begin next have the same prompts, whose KVCache is in the pool."""
         for stream in self.streams:
             await self._rig.end(stream)
         self.streams.clear()
+        self._generator.manual_seed(0)
 
     async def rate(self) -> Rate:
         """Measure the tokens a second and the gaps of all streams."""
@@ -144,6 +151,26 @@ class Pauses(NamedTuple):
         """The difference between the p99 of the longest gaps with and without a move, in iterations."""
         return (percentile(self.moves_s, 0.99) - percentile(self.gaps_s, 0.99)) / self.iteration_s
 
+    @property
+    def there(self) -> "Pauses":
+        """The pauses of the moves to the helper."""
+        return Pauses(self.moves_s[::2], self.gaps_s[::2], self.iteration_s)
+
+    @property
+    def back(self) -> "Pauses":
+        """The pauses of the moves back."""
+        return Pauses(self.moves_s[1::2], self.gaps_s[1::2], self.iteration_s)
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The number of moves, and the p50 and p99 of both kinds of gaps, as text."""
+        gaps = (
+            f"{1000 * percentile(of, share):.0f} ms"
+            for of in (self.moves_s, self.gaps_s)
+            for share in (0.5, 0.99)
+        )
+        return (str(len(self.moves_s)), *gaps, f"{self.num_iterations:.1f}")
+
     def __str__(self) -> str:
         moves, gaps = (
             " and ".join(f"{1000 * percentile(of, share):.0f}" for share in (0.5, 0.99))
@@ -189,6 +216,35 @@ async def run_heads(num_heads: int, batch: int, num_moves: int, *, two_hosts: bo
         num_others = await bench.num_with_other_tokens(3)
     print(f"{found}\n{OTHER_TOKENS}: {num_others}.")
     return found.num_iterations <= MOST_ITERATIONS and not num_others
+
+
+async def run_sequences(share: float, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
+    """Measure divisions of long sequences and their way back, and print the results.
+
+    Returns whether moves add at most `MOST_ITERATIONS` to the p99 of pauses, and each has divided sequences.
+    """
+    async with rig(batch, two_hosts=two_hosts) as on:
+        bench = Bench(on, on.first, LONG_PROMPT)
+        copied_bytes = list[int]()
+
+        async def move() -> None:
+            before = bench.owner.moves.copied_bytes
+            await on.place(bench.owner, ModulesPart(share=share))
+            copied_bytes.append(bench.owner.moves.copied_bytes - before)
+
+        progress("prompts")
+        await bench.begin(batch)
+        alone = await bench.rate()
+        back = functools.partial(on.place, bench.owner, ModulesPart())
+        found = await pauses(bench, move, back, num_moves, alone.tbt_s)
+    print_table(
+        f"{share:g} of {batch} sequences of {LONG_PROMPT} tokens and more",
+        ("", "moves", "pause p50", "p99", "without a move p50", "p99", "iterations more"),
+        [("divided at a helper", *found.there.figures), ("back", *found.back.figures)],
+        f"An iteration takes {1000 * alone.tbt_s:.1f} ms (median). A division moves"
+        f" {statistics.median(copied_bytes) / (1 << 20):.0f} MiB of KVCache (median). Together: {found}",
+    )
+    return found.num_iterations <= MOST_ITERATIONS and min(copied_bytes) > 0
 
 
 async def run_layers(layers: LayerRange, batch: int, num_moves: int, *, two_hosts: bool) -> bool:
@@ -253,19 +309,19 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--layers", type=LayerRange.parse, default=LayerRange(11, 30))
     which.add_argument("--heads", type=count, help="KV heads that move, in place of layers")
-    parser.add_argument("--batch", type=count, default=32)
+    which.add_argument("--sequences", type=float, metavar="SHARE", help="the share of sequences that moves")
+    parser.add_argument("--batch", type=count, help="streams (default: 32, with --sequences 8)")
     parser.add_argument("--moves", type=count, default=10, help="there and back")
     parser.add_argument("--two-hosts", action="store_true", help="the instances are connected by TCP")
     arguments = parser.parse_args()
+    moves, two_hosts = arguments.moves, arguments.two_hosts
+    if arguments.sequences is not None:
+        measured = run_sequences(arguments.sequences, arguments.batch or 8, moves, two_hosts=two_hosts)
+    elif arguments.heads is not None:
+        measured = run_heads(arguments.heads, arguments.batch or 32, moves, two_hosts=two_hosts)
+    else:
+        measured = run_layers(arguments.layers, arguments.batch or 32, moves, two_hosts=two_hosts)
     with heeding_sigterm():
-        if arguments.heads is None:
-            measured = run_layers(
-                arguments.layers, arguments.batch, arguments.moves, two_hosts=arguments.two_hosts
-            )
-        else:
-            measured = run_heads(
-                arguments.heads, arguments.batch, arguments.moves, two_hosts=arguments.two_hosts
-            )
         sys.exit(not asyncio.run(measured))
 
 

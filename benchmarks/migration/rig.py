@@ -35,6 +35,7 @@ from mooncake.messages.migration import (
     HandOver,
     ModulesPart,
     ModulesPlace,
+    MovesStats,
     PlaceModules,
     PreCopied,
     PreCopy,
@@ -80,6 +81,8 @@ class Instance:
         self.place = ModulesPlace()
         """The place of its modules, as the instance has last reported it."""
         self.placed = asyncio.Event()
+        self.moves = MovesStats()
+        """The totals of its moves of modules, as the instance has last reported them."""
         self.token_times_s: list[float] = []
         """The arrival times of tokens from this instance, for streams that have `counts` set."""
 
@@ -145,7 +148,7 @@ class Rig:
                         await self._router.send(sender, HeartbeatAck(True, 1))
                         for instance in self.instances.values():
                             if instance.identity == sender:
-                                instance.place = message.modules
+                                instance.place, instance.moves = message.modules, message.moves
                                 instance.placed.set()
                     case PreCopied() | Prepared() | HandedOver() | Finished() | WorkFailed():
                         self._answers[message.ref].put_nowait(message)
