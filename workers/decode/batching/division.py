@@ -1,4 +1,4 @@
-"""Running sequences whose first pages go to a helper (BanaServe, section 4.1, split by sequence).
+"""Running sequences whose first pages go to a helper, and back (BanaServe, section 4.1, split by sequence).
 
 Owns: which pages go, and what becomes of them when they have been copied. Does not know: when sequences are
 divided, how pages are copied, the helper.
@@ -21,10 +21,10 @@ If fewer sequences run, one movable page for each of them is enough.
 
 
 class Division(NamedTuple):
-    """Full pages of a running sequence that are being moved to a helper.
+    """Full pages of a running sequence that are being moved to a helper, or back.
 
-    The sequence's first `first` pages are at the helper already. `stay` counts how often the sequence had
-    left the device when the division began. `pages` are the new pages at the helper.
+    They are the pages behind the sequence's first `first` pages. `stay` counts how often the sequence had
+    left the device when the move began. `pages` are the new pages, at the helper or on this instance.
     """
 
     sequence: Sequence
@@ -33,8 +33,8 @@ class Division(NamedTuple):
     pages: list[int]
 
     @property
-    def own_pages(self) -> list[int]:
-        """The sequence's pages on this instance that `pages` will replace."""
+    def replaced(self) -> list[int]:
+        """The sequence's present pages, which `pages` will replace."""
         return self.sequence.pages[self.first : self.first + len(self.pages)]
 
 
@@ -72,24 +72,40 @@ def begin_division(
     ]
 
 
+def begin_reunion(running: Collection[Sequence], kv: DeviceKVCache) -> list[Division]:
+    """Choose running sequences whose pages all come back from a helper, and allocate pages here for them.
+
+    As many sequences as possible are chosen: those with the fewest pages at the helper. One free page is kept
+    for each running sequence. The caller goes on as after `begin_division`.
+    """
+    num_free = kv.pages.num_free_for(0) - len(running)
+    there = ((kv.pages.num_hosted_of(one.pages), one) for one in running if not one.num_stores)
+    divisions = list[Division]()
+    for num, sequence in sorted(there, key=lambda one: one[0]):
+        if 0 < num <= num_free:
+            divisions.append(Division(sequence, sequence.num_stays, 0, kv.pages.allocate(num)))
+            num_free -= num
+    return divisions
+
+
 def end_division(divisions: list[Division], allocator: PageAllocator) -> None:
-    """Replace pages of sequences by their copies at the helper, and free the replaced pages.
+    """Replace pages of sequences by their copies, and free the replaced pages.
 
     To be called while no iteration runs. Sequences that have left meanwhile, or are being stored, keep their
     pages. `divisions` is empty afterwards.
     """
     while divisions:
         division = divisions.pop()
-        sequence, own = division.sequence, division.own_pages
+        sequence, replaced = division.sequence, division.replaced
         is_same = sequence.state is SequenceState.RUNNING and sequence.num_stays == division.stay
         if is_same and not sequence.num_stores:
-            sequence.pages[division.first : division.first + len(own)] = division.pages
-            allocator.free(own)
+            sequence.pages[division.first : division.first + len(replaced)] = division.pages
+            allocator.free(replaced)
         else:
             allocator.free(division.pages)
 
 
 def drop_division(divisions: list[Division], allocator: PageAllocator) -> None:
-    """Free the pages at the helper of divisions that have not ended. `divisions` is empty afterwards."""
+    """Free the new pages of divisions that have not ended. `divisions` is empty afterwards."""
     while divisions:
         allocator.free(divisions.pop().pages)

@@ -202,8 +202,12 @@ class ModuleMoves:
             await self._rearranger.divide(again=again)
         except TransferError as error:
             log.warning("no more pages go to %s: %s", self.place.helper, error)
+        self._hold_if_lost()
+
+    def _hold_if_lost(self) -> None:
+        """Let no iteration begin until the modules are back, if the helper was lost while pages moved."""
         if self._is_lost:
-            self._rearranger.hold()  # until the modules are back
+            self._rearranger.hold()
 
     async def _move_to(self, order: PlaceModules) -> HelperLink:
         """Return the link to the helper once the helper has the modules. Raises ModulesStayError."""
@@ -272,6 +276,12 @@ class ModuleMoves:
             )
         move = self._rearranger.begin(kv.pages.num_own, None)
         await self._load_weights(self._rearranger.beside)
+        if kv.hosted_pages is not None:
+            try:
+                await self._rearranger.reunite()
+            except TransferError as error:
+                raise self._kvcache_lost(str(error)) from None
+            self._hold_if_lost()
         try:
             await self._rearranger.free_in_time(kv.pages.num_own)
         except ModulesStayError:

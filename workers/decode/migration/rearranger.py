@@ -21,7 +21,13 @@ import torch
 from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch, FullPage
-from workers.decode.batching.division import begin_division, drop_division, end_division
+from workers.decode.batching.division import (
+    Division,
+    begin_division,
+    begin_reunion,
+    drop_division,
+    end_division,
+)
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.migration.kvcache_move import COPIED_BYTES, KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
@@ -192,22 +198,36 @@ class Rearranger:
         If the helper is lost meanwhile, no pages move. Raises TransferError if a helper on another host is
         lost.
         """
-        kv, divisions = self._kv, begin_division(self._batch.running, self._kv, again=again)
+        await self._replace_pages(begin_division(self._batch.running, self._kv, again=again))
+
+    async def reunite(self) -> None:
+        """Close the helper's pages of sequences, and move those of running sequences back, as far as there is
+        room here.
+
+        If the helper is lost meanwhile, no pages move. Raises TransferError if a helper on another host is
+        lost.
+        """
+        self._kv.pages.close_from(self._kv.pages.num_own)
+        await self._replace_pages(begin_reunion(self._batch.running, self._kv))
+
+    async def _replace_pages(self, divisions: list[Division]) -> None:
+        """Copy pages of sequences while iterations run, and replace the pages by the copies between two."""
         if not divisions:
             return
+        kv = self._kv
         assert kv.hosted_pages is not None
-        own = torch.tensor([page for division in divisions for page in division.own_pages])
-        there = torch.tensor([page for division in divisions for page in division.pages])
+        replaced = torch.tensor([page for division in divisions for page in division.replaced])
+        pages = torch.tensor([page for division in divisions for page in division.pages])
         helper, given_up = kv.hosted_pages.owner, threading.Event()
 
         def copy() -> None:
             num_at_a_time = max(1, COPIED_BYTES // kv.page_bytes)
-            for begin in range(0, len(own), num_at_a_time):
+            for begin in range(0, len(pages), num_at_a_time):
                 if given_up.is_set() or helper.is_closed:
                     return
                 some = slice(begin, begin + num_at_a_time)
                 for layer in kv.layers:
-                    kv.scatter(layer, there[some], kv.gather(layer, own[some]))
+                    kv.scatter(layer, pages[some], kv.gather(layer, replaced[some]))
 
         try:
             await self.beside(copy, given_up.set)
@@ -216,7 +236,7 @@ class Rearranger:
                 await self._loop.quiet()
                 if not helper.is_closed:
                     end_division(divisions, kv.pages)
-                    self._meter.copied(len(own) * kv.page_bytes)
+                    self._meter.copied(len(pages) * kv.page_bytes)
             finally:
                 self._resume()
         finally:

@@ -1,4 +1,4 @@
-"""Running sequences whose first pages go to a helper."""
+"""Running sequences whose first pages go to a helper, and back."""
 
 from fractions import Fraction
 from unittest.mock import Mock
@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.workers.decode.batching.test_batch import PAGE_SIZE, Batch
-from workers.decode.batching.division import begin_division, drop_division, end_division
+from workers.decode.batching.division import begin_division, begin_reunion, drop_division, end_division
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.kvcache.helped_parts import HostedPages
@@ -44,7 +44,7 @@ def test_full_pages_change_their_numbers_when_they_have_been_copied(spec: ModelS
     before = list(sequence.pages)
     [division] = divisions = begin_division(batch.batch.running, batch.kv)
     assert sequence.pages == before
-    assert division.own_pages == before[:6]
+    assert division.replaced == before[:6]
     there = list(division.pages)
     end_division(divisions, batch.kv.pages)
     assert sequence.pages == there + before[6:]
@@ -115,6 +115,29 @@ def test_no_sequence_waits_for_a_page_while_the_helper_has_some(
     while batch.iterate() == running:
         end_division(begin_division(batch.batch.running, batch.kv, again=True), batch.kv.pages)
     assert batch.kv.pages.num_free - batch.kv.pages.num_free_for(0) < 4  # fewer than are worth a division
+
+
+def test_pages_come_back_to_free_pages(spec: ModelSpec) -> None:
+    batch, kv, sequence = divided(spec)
+    end_division(begin_division(batch.batch.running, kv), kv.pages)
+    there, here = sequence.pages[:6], sequence.pages[6:]
+    [division] = divisions = begin_reunion(batch.batch.running, kv)
+    assert division.replaced == there
+    own = list(division.pages)
+    end_division(divisions, kv.pages)
+    assert sequence.pages == own + here
+    assert (kv.pages.used(NUM_OWN), kv.pages.num_free_for(0)) == ([], NUM_OWN - len(own + here))
+    assert begin_reunion(batch.batch.running, kv) == []
+
+
+def test_those_with_the_fewest_pages_come_back_where_there_is_not_room_for_all(spec: ModelSpec) -> None:
+    batch = Batch(spec, 61)
+    long, short, *_ = [batch.joined(num_tokens) for num_tokens in (78, 38, 2)]
+    have_helper(kv := batch.kv, Fraction(1, 2), 60)
+    end_division(begin_division(batch.batch.running, kv), kv.pages)
+    assert [kv.pages.num_hosted_of(one.pages) for one in (long, short)] == [10, 5]
+    kv.pages.allocate(kv.pages.num_free_for(0) - 15)  # three pages are kept for three sequences
+    assert [one.sequence for one in begin_reunion(batch.batch.running, kv)] == [short]
 
 
 def test_a_division_that_is_not_worth_a_pause_takes_no_page(

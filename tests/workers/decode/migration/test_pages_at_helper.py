@@ -111,6 +111,28 @@ async def test_running_requests_are_divided_at_once_and_grow_beyond_the_owners_p
         await pair.move(0)
 
 
+@REMOTE
+async def test_pages_come_back_without_a_preemption_if_the_owner_has_room(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, model: transformers.PreTrainedModel, *, is_remote: bool
+) -> None:
+    async with paired(start_decode_lab, tmp_path, SIZES, is_remote=is_remote) as pair:
+        kv, brake = pair.owner.executor.kv, Brake(pair.owner.executor)
+        prompt = prompt_of(1, 12 * BLOCK_SIZE)
+        running = begin(pair, "runs", prompt, 30 * BLOCK_SIZE)
+        with brake.on():
+            await brake.holds()
+            number = pair.order(0.5)
+            await until(lambda: pair.owner.decode._loop._is_held)
+        assert (await pair.ended(number)).error == ""
+        with brake.on():
+            await brake.holds()
+            assert len(kv.pages.used(kv.pages.num_own)) >= 6
+            number = pair.order(0)
+        assert (await pair.ended(number)).error == ""
+        assert await tokens_of(running.answer) == greedy_tokens(model, prompt, 30 * BLOCK_SIZE)
+        assert not pair.owner.decode.meter.stats.num_preemptions
+
+
 async def test_sequences_are_divided_again_while_few_pages_are_free(
     start_decode_lab: StartDecodeLab, tmp_path: Path
 ) -> None:
