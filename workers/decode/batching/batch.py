@@ -213,11 +213,13 @@ class DecodeBatch:
     # -- pages --------------------------------------------------------------------------------------
 
     def _grow(self) -> list[Sequence]:
-        ready = []
+        ready = list[Sequence]()
         num_coming = self._num_own_pages(self._ending)
         for sequence in list(self._running):
             if sequence.state is not SequenceState.RUNNING or sequence.ends_in_flight:
                 continue
+            if len(ready) == self._max_batch:  # an iteration was lost, and its last tokens are drawn again
+                break
             num_missing = sequence.num_pages_needed(self._page_size) - len(sequence.pages)
             if num_missing <= self._allocator.num_free_for(0):
                 sequence.pages += self._allocator.allocate(num_missing)
@@ -293,10 +295,10 @@ class DecodeBatch:
             if not self._fits(sequence):
                 self._fail(sequence)
                 continue
-            if self._lacks_slot or allocator.num_free_for(num_full) < num_pages:
+            if self._lacks_slot_for(sequence) or allocator.num_free_for(num_full) < num_pages:
                 for other in self._preempted_for(sequence, num_pages, num_full):
                     self.leave(other)
-            if self._lacks_slot or allocator.num_free_for(num_full) < num_pages:
+            if self._lacks_slot_for(sequence) or allocator.num_free_for(num_full) < num_pages:
                 return
             self._waiting.remove(sequence)
             sequence.pages = allocator.allocate(num_pages - (not is_first), num_full)
@@ -307,6 +309,20 @@ class DecodeBatch:
     @property
     def _lacks_slot(self) -> bool:
         return self._num_slots_taken >= self._max_batch
+
+    def _lacks_slot_for(self, claim: Sequence) -> bool:
+        """Return whether all slots are taken that `claim` may have in the next iteration.
+
+        A sequence whose last token is being drawn has no part in the next iteration. So a claim to which the
+        sequence yields gets its slot at once, and does not wait for the end of the iteration. By then the
+        next iteration is planned, and the claim would wait for that one, too.
+        """
+        if not self._lacks_slot:
+            return False
+        shares = self._shares()
+        ending = [other for other in self._running if other.ends_in_flight]
+        num_given = sum(shares.yields(other, claim, 1, 0) for other in ending)
+        return self._num_slots_taken - num_given >= self._max_batch
 
     @property
     def _num_slots_taken(self) -> int:

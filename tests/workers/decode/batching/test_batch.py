@@ -242,6 +242,39 @@ def test_a_tenant_with_all_slots_yields_one_to_another_tenant_and_gets_it_back(s
     assert batch.settled(*choices) == [RUNNING] * 3 + [WAITING] * 3
 
 
+def ending(batch: Batch, num: int, tenant: str = "a") -> list[Sequence]:
+    """Sequences whose last token is being drawn."""
+    sequences = [batch.joined(1, max_tokens=2, tenant=tenant) for _ in range(num)]
+    for sequence in sequences:
+        sequence.in_flight_until = len(sequence.tokens)
+        assert sequence.ends_in_flight
+    return sequences
+
+
+def test_a_tenant_takes_the_slot_of_a_sequence_whose_last_token_is_being_drawn(spec: ModelSpec) -> None:
+    batch = Batch(spec, 20, max_batch=4)
+    ending(batch, 2)
+    joined = [batch.joined(1, max_tokens=2, tenant="a") for _ in range(2)]
+    own, other = batch.entered(1, tenant="a"), batch.entered(1, tenant="b")
+    assert batch.batch.plan() == joined
+    assert (other.state, own.state) == (SequenceState.LOADING, WAITING)
+    batch.batch.join(other)
+    assert batch.batch.plan() == [*joined, other], "the next iteration, and nobody is preempted for it"
+
+
+def test_the_next_iteration_has_no_more_sequences_than_slots(spec: ModelSpec) -> None:
+    batch = Batch(spec, 20, max_batch=2)
+    lost = ending(batch, 2)
+    others = [batch.entered(1, tenant=tenant) for tenant in ("b", "c", "d")]
+    batch.batch.plan()
+    assert [other.state for other in others] == [SequenceState.LOADING] * 2 + [WAITING]
+    for other in others[:2]:
+        batch.batch.join(other)
+    for sequence in lost:
+        sequence.in_flight_until = None  # the iteration was lost
+    assert batch.batch.plan() == lost
+
+
 def test_slots_that_nobody_else_wants_are_anybodys(spec: ModelSpec) -> None:
     batch = Batch(spec, 20, max_batch=4)
     short = batch.entered(1, tenant="b")
