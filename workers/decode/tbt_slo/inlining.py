@@ -38,16 +38,15 @@ class _Prompt:
 
     sequence: Sequence
     flow: Flow
-    end: int
-    """The position up to which tokens have been charged to the tenant."""
+    charged: int
+    """The position up to which tokens have been charged to the tenant: their iterations have begun."""
     start: float = 0.0
     """The prompt's start in the tenant's virtual time (`FairOrder`)."""
 
     @property
     def num_expected(self) -> int:
-        """The number of tokens that are still to be charged."""
-        sequence = self.sequence
-        return sequence.num_tokens_to_plan - max(0, self.end - sequence.next_start)
+        """The number of tokens that are still to be planned."""
+        return self.sequence.num_tokens_to_plan
 
 
 class _PromptOrder:
@@ -71,16 +70,6 @@ class _PromptOrder:
         ordered = [next(turns[prompt.sequence.request.priority]) for prompt in prompts]
         return self._together(ordered)
 
-    def planned(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge the next `num_tokens` tokens of a prompt to its tenant.
-
-        A token is charged once, even if it is planned a second time.
-        """
-        prompt, end = self._prompts[sequence], sequence.next_start + num_tokens
-        if end > prompt.end:
-            self._fair_order.computed(prompt, end - prompt.end)
-            prompt.end = end
-
     def _together(self, ordered: list[_Prompt]) -> list[Sequence]:
         """Return the first prompt, and the prompts that share an iteration with it."""
         num_tokens: Counter[str] = Counter()
@@ -96,7 +85,17 @@ class _PromptOrder:
         return together
 
     def _follow(self, waiting: list[Sequence]) -> None:
-        """Forget the prompts that are not in `waiting`, and add the new prompts."""
+        """Charge tokens to their tenants, forget the prompts that are not in `waiting`, and add the new ones.
+
+        A token is charged when its iteration has begun. Until then the plan can be taken back: if it was
+        charged already, its prompts would seem to need nothing more, and go before a shorter prompt that has
+        come meanwhile.
+        """
+        for sequence, prompt in self._prompts.items():
+            begun = min(sequence.next_start, len(sequence.request.token_ids))
+            if begun > prompt.charged:
+                self._fair_order.computed(prompt, begun - prompt.charged)
+                prompt.charged = begun
         for gone in self._prompts.keys() - set(waiting):
             self._fair_order.leave(self._prompts.pop(gone))
         for sequence in waiting:
@@ -131,7 +130,6 @@ class PromptChunks:
                 allowance.spend(sequence.next_start, num_tokens[sequence])
             for sequence in self._order.in_turn(ready, sharing):
                 num_tokens[sequence] = allowance.take(sequence.next_start, sequence.num_tokens_to_plan)
-                self._order.planned(sequence, num_tokens[sequence])
         planned = [
             PlannedChunk(sequence, num_tokens.get(sequence, 1), of_prompt=sequence in num_tokens)
             for sequence in sharing

@@ -228,10 +228,28 @@ def test_tenants_with_long_prompts_have_equal_parts_of_the_iterations() -> None:
     assert num_iterations <= -(-(2500 + num_of_many) // LIMITS.most) + 1
 
 
-def test_a_plan_that_is_taken_back_is_charged_once() -> None:
+def test_a_plan_that_is_taken_back_is_not_charged() -> None:
     batch, chunks = [of_tenant("a", 0, 3000), of_tenant("b", 1, 2900)], new_chunks()
     for _ in range(20):
         assert {chunk.sequence.number for chunk in chunks.plan(batch, batch)} == {1}
+
+
+def test_a_short_prompt_goes_before_many_that_are_planned_and_have_not_begun() -> None:
+    batch, chunks = [of_tenant("many", number, 16) for number in range(5)], new_chunks()
+    assert len(chunks.plan(batch, batch)) == 5
+    batch.append(of_tenant("one", 5, 16))
+    assert iterated(chunks, batch) == {5: 16}
+    assert iterated(chunks, batch) == dict.fromkeys(range(5), 16)
+
+
+def test_a_tenant_with_ever_new_short_prompts_takes_turns_with_many_of_another() -> None:
+    batch, chunks = [of_tenant("many", number, 100) for number in range(5)], new_chunks()
+    num_of_one = 0
+    while batch[0].num_tokens_to_plan:
+        if not any(one.num_tokens_to_plan for one in batch[5:]):
+            batch.append(of_tenant("one", len(batch), 16))
+        num_of_one += sum(num for number, num in iterated(chunks, batch).items() if number >= 5)
+    assert num_of_one <= LIMITS.mixed + 100 + 16, "many have waited for longer than the head start"
 
 
 def test_prompts_of_a_lower_priority_number_go_before_those_of_other_tenants() -> None:
