@@ -278,8 +278,7 @@ class Conductor:
         is_announced = self._requests.running.take_announced(tracked)
         making_room = [] if is_announced else self._room_for(tracked, submit.num_choices, now_s)
         if making_room is None:
-            for _ in range(submit.num_choices):
-                self.elasticity.submitted(tracked, now_s)
+            self.elasticity.submitted(tracked, now_s, submit.num_choices)
             num_running, most = self._requests.running.number, self.limits.max_running_requests
             message = f"{num_running} requests are running, the limit is {most}"
             if submit.num_choices > 1:

@@ -79,14 +79,16 @@ class Elasticity:
 
     # -- what happens -------------------------------------------------------------------------------
 
-    def submitted(self, tracked: TrackedRequest, now_s: float) -> None:
+    def submitted(self, tracked: TrackedRequest, now_s: float, num: int = 1) -> None:
         """Count a request of a client after it was placed, queued or rejected.
 
         A request without a pair adds no work if it would be late even on an idle instance.
+
+        `num` is the number of an answer's choices that were rejected together, all like `tracked`.
         """
         if self.rebalancer is None:
             return
-        self._num_arrived += 1
+        self._num_arrived += num
         request, ttft_slo_s = tracked.request, tracked.slos.ttft_s
         if tracked.assignment is not None:
             prefill_s = tracked.assignment.placement.prediction.prefill_s
@@ -95,7 +97,8 @@ class Elasticity:
             if ttft_slo_s is not None and prefill_s > ttft_slo_s:
                 return
         max_tokens = request.sampling.max_tokens
-        self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
+        for _ in range(num):
+            self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
 
     def _prefill_s(self, tracked: TrackedRequest) -> float:
         """Return the mean predicted prefill seconds of an unplaced request.
