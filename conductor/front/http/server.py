@@ -26,7 +26,7 @@ HANDSHAKE_S = 60.0
 If too many connections wait at once, the oldest of them is closed earlier.
 """
 _BACKLOG = 2048
-_MAX_ACCEPTED_AT_ONCE = 64
+_MAX_ACCEPTED_AT_ONCE = 8
 """The most connections that are accepted before other tasks of the event loop run."""
 _RETRY_S = 0.1
 """Seconds until the next try if no connection can be accepted, mostly for lack of file descriptors."""
