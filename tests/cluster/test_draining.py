@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = pytest.mark.cluster
 LONG = {"prompt": [5, 6, 7], "num_tokens": 8000}
-"""A request whose answer is open when the cluster is told to end, and takes longer than that."""
+"""A request whose answer has not ended when its worker is stopped after the first token."""
 WAITS = "waiting for 1 open answer, at most 180 s; press Ctrl-C again to end now"
 
 
@@ -45,7 +45,18 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def hanging_up_later(server: ForkedServer) -> socket.socket:
+@contextlib.contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """The process `pid` computes nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def client_without_answer(server: ForkedServer) -> socket.socket:
     """A client that has sent a request, and reads nothing of its answer."""
     content = json.dumps({**body(**LONG), "stream": True}).encode()  # type: ignore[arg-type]
     client = socket.create_connection(("127.0.0.1", server.port))
@@ -64,7 +75,7 @@ def test_open_answers_are_finished_and_new_requests_refused(model: Path, run_dir
             text = text_in(next(events))
             os.kill(pids["both-0"], signal.SIGSTOP)  # so that no answer ends before the signal
             whole = threads.submit(post, server, body(**waits, n=2))  # type: ignore[arg-type]
-            with hanging_up_later(server):
+            with client_without_answer(server):
                 eventually(
                     lambda: sum(samples(server, "mooncake_requests_by_state")[0].values()) == 4,
                     "all choices are accepted",
@@ -97,9 +108,10 @@ def test_a_second_signal_or_the_end_of_its_time_ends_open_answers_with_an_error(
 ) -> None:
     with cluster(model, run_dir, drain_s) as server, streaming(server, **LONG) as events:
         next(events)
-        server.process.send_signal(signal.SIGINT)
-        then(server)
-        *_, last = events
+        with standing_still(server.children()["both-0"]):
+            server.process.send_signal(signal.SIGINT)
+            then(server)
+            *_, last = events
         assert json.loads(last)["error"]["message"] == "the server is shutting down"
         assert server.process.wait(DEADLINE_S) == 0
 
@@ -107,10 +119,11 @@ def test_a_second_signal_or_the_end_of_its_time_ends_open_answers_with_an_error(
 def test_a_supervisor_that_is_killed_ends_the_drain(model: Path, run_dir: Path) -> None:
     with cluster(model, run_dir) as server, streaming(server, **LONG) as events:
         next(events)
-        pids = server.children().values()
-        server.process.send_signal(signal.SIGTERM)
-        server.wait_for_line(WAITS)
-        server.process.kill()
-        *_, last = events
+        pids = server.children()
+        with standing_still(pids["both-0"]):
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for_line(WAITS)
+            server.process.kill()
+            *_, last = events
         assert json.loads(last)["error"]["message"] == "the server is shutting down"
-        eventually(lambda: not any(map(is_running, pids)), "all processes end")
+        eventually(lambda: not any(map(is_running, pids.values())), "all processes end")

@@ -197,7 +197,8 @@ async def _connect_remote(
                 pages_lost.set_result(None)
 
         def on_lost() -> None:  # on the thread of a call that fails
-            loop.call_soon_threadsafe(note)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(note)
 
         pages = PagesClient(joined[Purpose.PAGES], part.layout.pages, access.timeout_s, on_lost)
         wire = Wire(joined[Purpose.PASSES], access.timeout_s)

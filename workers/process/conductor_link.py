@@ -265,11 +265,13 @@ class ConductorLink:
         await self._retirement.wanted.wait()
         if self.is_registered:
             await self.tell(Retire())
-            if not self._retirement.granted.is_set():
-                report(Draining("its requests"))
+            # An instance without requests ends within a heartbeat, and has nothing to tell.
+            draining = Draining("its requests")
+            telling = asyncio.get_running_loop().call_later(self.heartbeat_s, report, draining)
             while not self._retirement.granted.is_set() and self._hears_the_conductor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._retirement.granted.wait(), self.heartbeat_s)
+            telling.cancel()
             await self._wait_until_kvcache_is_sent()
         if self._retirement.is_for_good:
             report(Left())

@@ -37,12 +37,12 @@ async def serve(process: WorkerProcess) -> None:
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status, retirement = ListenerState(process.role), Retirement()
-    drain_on_sigterm(retirement.wanted.set, config.worker.drain_timeout_s)
     tracer = open_tracer(config.tracing, process.part)
     async with contextlib.AsyncExitStack() as stack:
         leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
         await say_returning(process, leaders, [])
         server = await stack.enter_async_context(running(process))
+        drain_on_sigterm(retirement.wanted.set, config.worker.drain_timeout_s)
         if tracer is not None:
             stack.enter_context(tracer.exporting())
         if config.worker.metrics_listen is not None:

@@ -53,8 +53,8 @@ class Serving:
     turns: ReadingTurns = field(default_factory=ReadingTurns)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """The tasks of requests that the application is answering."""
-    is_ending: bool = False
-    """Whether the server is shutting down, so that each connection closes after its next response."""
+    keeps_connections: bool = True
+    """Whether connections stay open after a response. They close if the server drains or shuts down."""
 
 
 class Connection(asyncio.Protocol):
@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol):
             self,
             is_head=head.method == "HEAD",
             takes_chunks=head.version != "1.0",
-            keep_alive=head.keep_alive and not self._serving.is_ending,
+            keep_alive=head.keep_alive and self._serving.keeps_connections,
             expects_continue=head.expects_continue,
         )
         path = head.raw_path.decode("ascii")

@@ -14,20 +14,24 @@ from conductor.front.errors import UnavailableError
 class FrontDrain:
     """The drain of a front: whether it has begun, and how many requests are open.
 
-    A POST request is open from its head's arrival to the end of its response. Other requests are for people
-    and monitoring, and nothing waits for them.
+    A POST request is open from the time when the application gets it to the end of its response, which may
+    still be on its way to the client then. Other requests are for people and monitoring, and nothing waits
+    for them.
     """
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
         """Prepare the drain. `on_end` is called when it has begun and no request is open."""
         self._on_end = on_end
         self._has_begun = False
+        self.on_begin: Callable[[], None] = lambda: None
+        """The function that is called when the drain begins."""
         self.num_open = 0
         """The number of open requests."""
 
     def begin(self) -> None:
         """Begin to drain."""
         self._has_begun = True
+        self.on_begin()
         self._end_if_empty()
 
     def check(self) -> None:

@@ -90,6 +90,10 @@ class HttpServer:
         """Begin to accept connections."""
         self._loop.add_reader(self._listener, self._accept)
 
+    def keep_no_connections(self) -> None:
+        """Close each connection behind its next response, so that clients connect to another server."""
+        self._serving.keeps_connections = False
+
     def close(self) -> None:
         """Stop accepting connections.
 
@@ -100,7 +104,7 @@ class HttpServer:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        self._serving.is_ending = True
+        self.keep_no_connections()
         for connection in list(self.connections.open):
             connection.shutdown()
 

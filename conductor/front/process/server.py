@@ -99,6 +99,7 @@ async def serve(
         access = AdminAccess(config, front.metrics)
         app = front.drain.counting(create_app(front, access))
         servers = [_http_server(app, main, config, certificate)]
+        front.drain.on_begin = servers[0].keep_no_connections
         if admin is not None:
             servers.append(_http_server(create_admin_app(front, access), admin, config, certificate))
         async with asyncio.TaskGroup() as group:

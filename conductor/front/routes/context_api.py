@@ -78,6 +78,7 @@ def context_caches(front: FrontState) -> APIRouter:
 
     @router.post("/{cache}", openapi_extra=described(ExtendRequest))
     async def extend(request: Request, cache: str) -> Response:
+        front.drain.check()
         wanted = parse(ExtendRequest, (await read_body(request, _MAX_EXTEND_BYTES)).whole())
         found = front.caches.find(key_of(request), cache, _now())
         if found.expires_s is None:

@@ -114,9 +114,16 @@ def test_a_front_that_drains_finishes_its_answers_and_takes_no_new_requests(tmp_
                 assert connection.recv(100)
             front.cluster.wait_until(lambda: len(front.cluster.submitted) == 4)
             front.begin_to_drain()
-            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/context_caches"):
+            for path in (
+                "/v1/completions",
+                "/v1/chat/completions",
+                "/tokenize",
+                "/v1/context_caches",
+                "/v1/context_caches/x",
+            ):
                 refused = client.post(path, json=content)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), path
+                assert refused.headers["connection"] == "close"  # so that a client's pool connects elsewhere
                 message = refused.json()["error"]["message"]
                 assert message == "the server is shutting down and takes no new requests"
             assert client.get("/ready").status_code == 503
