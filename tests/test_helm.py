@@ -43,13 +43,23 @@ EVERYTHING = {
         )
     },
     "etcd": {"endpoints": ["https://etcd:2379"], "user": "mooncake"},
-    "conductor": {"state": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}},
+    "conductor": {
+        "state": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+        "drainSeconds": 300,
+    },
     "prefill": {"config": {"pipeline": {"stages": 2}}, "runtimeClassName": "nvidia", "drainSeconds": 90},
+    "decode": {"drainSeconds": 120},
     "picker": {"enabled": True},
     "networkPolicy": {"enabled": True, "gateways": {"name": "gateways"}},
     "image": {"pullSecrets": ["registry"]},
-    "front": {"service": {"type": "LoadBalancer", "annotations": {"a": "b"}}, "podAnnotations": {"c": "d"}},
+    "front": {
+        "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+        "podAnnotations": {"c": "d"},
+        "finishSeconds": 900,
+    },
 }
+DRAINS_S = {"conductor": 300, "front": 900, "prefill": 90, "decode": 120}
+"""Seconds for which the components of `EVERYTHING` drain: none as shipped."""
 NODES = ("conductor", "front", "prefill", "decode")
 """Components that run mooncake-serve. The picker has no configuration."""
 VALUES: dict[str, dict[str, Any]] = {
@@ -223,6 +233,8 @@ def test_nothing_is_killed_that_still_drains(values: str, tmp_path: Path) -> Non
             assert grace_s > parsed(pod["spec"]["containers"][0]["args"]).finish_s + 6
             continue
         drain_s = config_of(values, component, tmp_path).worker.drain_timeout_s
+        if values == "everything":
+            assert drain_s == DRAINS_S[component]
         if component == "front":
             _, leave_s = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
             assert float(leave_s) > DNS_KEEPS_S + PERIOD_S
