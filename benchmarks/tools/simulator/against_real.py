@@ -1,22 +1,20 @@
-"""The simulator against the real server on this machine: the same requests, 1P1D, costs from a profile.
+"""The simulator against the real server on this machine: the same requests, costs from a profile.
 
     python -m benchmarks.tools.simulator.against_real TRACE.jsonl.gz --out FOLDER
 
-The command first profiles a worker. The profile of a single worker lacks three costs: the times before a
-first token that are not computing, the variation of iterations, and how much instances on the same cores slow
-each other down. Short closed loops on the running server measure these (`calibration`). Then the command
-sends five loads through HTTP (`mooncake-bench`): a part of the trace with shorter lengths, and four synthetic
-loads. Each is simulated with the same requests, and the figures are compared. Results of an earlier call in
-FOLDER are used again.
+The server is the default one: one instance with both roles. With `--num-prefill 1 --num-decode 1` it has a
+prefill and a decode instance, with one thread each.
 
-Owns: the loads, this machine as a card, the comparison. Does not know: how the server is loaded, how it is
-simulated.
+The command first profiles a worker, alone. Then it sends six loads to the server through HTTP
+(`mooncake-bench`): a part of the trace with shorter lengths, and five synthetic loads. Before each load,
+short closed loops measure the costs that the profile lacks (`calibration`), so that they are costs of these
+minutes. Each load is simulated with the same requests and the mean costs, and the figures are compared.
+Results of an earlier call in FOLDER with the same seed and duration are used again.
+
+Owns: the loads, the comparison. Does not know: how the server is loaded, how it is simulated.
 """
 
 import argparse
-import gzip
-import itertools
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,30 +26,29 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.servers import free_port, serving
 from benchmarks.tools.load.outcomes import Kind, Outcome
 from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Plan, Run, Source, SyntheticSource, TraceSource
-from benchmarks.tools.simulator.calibration import LOOPS, Calibration, calibrated
-from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
-from benchmarks.tools.simulator.cluster.machines.cards import STATED, HardwareCard, ModelCard
-from benchmarks.tools.simulator.cluster.machines.machine import IterationJitter
+from benchmarks.tools.simulator.calibration import one_instance, pair
+from benchmarks.tools.simulator.calibration.costs import Calibration, mean
+from benchmarks.tools.simulator.calibration.loops import AnyLoop
 from benchmarks.tools.simulator.cluster.requests import Outcome as Simulated
 from benchmarks.tools.simulator.cluster.requests import Results
-from benchmarks.tools.simulator.cluster.shape import InstanceShape
+from benchmarks.tools.simulator.real_server import (
+    DEFAULT,
+    PAIR,
+    PATIENT_S,
+    PATIENT_TBT_S,
+    RealServer,
+    outcomes,
+)
+from benchmarks.tools.simulator.this_machine import BLOCK_TOKENS, simulated_server
 from benchmarks.tools.traces.request import TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad
-from conductor.settings import Limits, PolicySettings
+from conductor.settings import Limits
 from mooncake.config.profile import load_profile
 from mooncake.messages.blocks import block_keys, root_key
 
-MODEL = ModelCard("smollm2-135m", 30, 576, 9, 3, 1536, 49152)
-GIB = 1 << 30
-BLOCK_TOKENS, PREFILL_CHUNK, SATURATING_TOKENS, MAX_BATCH = 32, 512, 128, 32
-COPY_BYTES_PER_S = 5e9
-"""The bytes a second that a core copies in memory, to the device's pages or to another process."""
-PATIENT_S = 600.0
-"""A TTFT SLO in seconds that is so long that no request is rejected."""
 CONTEXT_LEN = 8000
 """The most tokens of a request. Longer requests of the trace are left out."""
 TTFT_SLO_S, TBT_SLO_S = 4.0, 0.15
@@ -59,10 +56,9 @@ SPEED, SCALE_LENGTHS, JITTER_S = 0.25, 0.1, 3.0
 """The replay's speed, the factor of its lengths, and the seconds of a tick of the trace's clock."""
 CONVERSATIONS = "conversations"
 TOKEN_IDS = (1000, 30_000)
-TIMES_WITHIN, REJECTIONS_WITHIN = 0.15, 0.10
+WITHIN = 0.10
+"""The relative difference up to which figures agree."""
 
-_PAIR = {"--config": "configs/local-cpu.yaml", "--num-prefill": 1, "--num-decode": 1}
-"""The flags of the server: one prefill and one decode instance."""
 Values = npt.NDArray[np.float64]
 
 
@@ -79,8 +75,12 @@ SYNTHETIC = {
     "shared prefix": SyntheticLoad(
         rate_per_s=3.0, shared_prefix_tokens=512, first_input_tokens=(544, 640, 896), output_tokens=(16, 48)
     ),
+    "overload": SyntheticLoad(
+        rate_per_s=8.0, first_input_tokens=(120, 120, 120, 120, 1500), output_tokens=(16, 64, 96)
+    ),
 }
-"""The four synthetic loads. This server cannot serve all requests of two of them within the SLOs."""
+"""The synthetic loads. No server on two cores can serve all requests of the last one within the SLOs."""
+LOADS = (CONVERSATIONS, *SYNTHETIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Replay:
 
 
 def replays(trace: Path, folder: Path, duration_s: float, seed: int) -> dict[str, Replay]:
-    """Return the five loads by name. Writes the parameters of the synthetic loads to `folder`."""
+    """Return the loads by name. Writes the parameters of the synthetic loads to `folder`."""
     flags = {"--trace": trace, "--jitter": JITTER_S, "--speed": SPEED}
     source = TraceSource(trace, SPEED, JITTER_S)
     found = {CONVERSATIONS: Replay(source, flags, SCALE_LENGTHS, duration_s, seed)}
@@ -138,92 +138,22 @@ def replays(trace: Path, folder: Path, duration_s: float, seed: int) -> dict[str
     return found
 
 
-def measure_profile(file: Path) -> None:
-    """Profile a worker of the pair with one thread on this machine."""
-    flags: dict[str, object] = {**_PAIR, "--worker-num-threads": 1}
-    subprocess.run([*_server(), *_flat(flags), "profile", str(file)], check=True)
-
-
-def run_loads(
-    loads: Mapping[str, dict[str, object]],
-    ttft_slo_s: float,
-    tbt_slo_s: float,
-    profile: Path,
-    folder: Path,
-) -> None:
-    """Run the loads whose folders do not exist yet, on one server with these SLOs.
-
-    Args:
-        loads: The flags of `mooncake-bench run` for each load, by the load's name.
-        ttft_slo_s, tbt_slo_s: The SLOs in seconds.
-        profile: The file with the profile of a worker.
-        folder: The folder in which each load gets a folder with its outcomes.
-    """
-    lacking = [name for name in loads if not (folder / name).exists()]
-    if not lacking:
-        return
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    flags: dict[str, object] = {
-        **_PAIR,
-        "--port": port,
-        "--worker-num-threads": 1,
-        "--conductor-profile": profile,
-        "--conductor-inlining": "false",
-        "--conductor-ttft-slo-s": ttft_slo_s,
-        "--conductor-tbt-slo-s": tbt_slo_s,
-    }
-    bench = [sys.executable, "-m", "benchmarks.tools.load", "run", url]
-    with serving([*_server(), *_flat(flags)], f"{url}/ready"):
-        for name in lacking:
-            subprocess.run([*bench, *_flat(loads[name]), "--out", str(folder / name)], check=True)
-
-
-def _server() -> list[str]:
-    return [sys.executable, "-m", "mooncake"]
-
-
-def _flat(flags: dict[str, object]) -> list[str]:
-    return [str(part) for part in itertools.chain.from_iterable(flags.items())]
-
-
-def outcomes(folder: Path) -> list[Outcome]:
-    """Return the outcomes in `folder` of a load that was measured, in order of arrival."""
-    lines = gzip.decompress((folder / "requests.jsonl.gz").read_bytes()).splitlines()
-    found = [msgspec.json.decode(line, type=Outcome) for line in lines]
-    return sorted(found, key=lambda outcome: outcome.number)
-
-
-def simulate(replay: Replay, machine: Calibration) -> Results:
-    """Simulate the requests of a replay on a prefill and a decode instance, each with a core of this
-    machine."""
-    weights_bytes, efficiencies = MODEL.weights_bytes, STATED
-    core = HardwareCard(
-        name="core",
-        num_gpus=1,
-        gpu_flops=1.0,
-        gpu_memory_bytes_per_s=1.0,
-        gpu_memory_bytes=(GIB + weights_bytes) / efficiencies.device_memory,
-        nic_bytes_per_s=COPY_BYTES_PER_S / efficiencies.nic,
-        pcie_bytes_per_s=COPY_BYTES_PER_S / efficiencies.pcie,
-        pool_bytes=GIB,
+def measure_loops(server: RealServer, profile: Path, folder: Path) -> Calibration:
+    """Return the calibration of the server by closed loops, whose outcomes `folder` has or gets."""
+    loops: Mapping[str, AnyLoop]
+    loops, calibrated = (
+        (one_instance.LOOPS, one_instance.calibrated) if server.num_both else (pair.LOOPS, pair.calibrated)
     )
-    shape = InstanceShape(
-        MODEL,
-        core,
-        machine.costs,
-        prefill_chunk=PREFILL_CHUNK,
-        max_batch=MAX_BATCH,
-        block_tokens=BLOCK_TOKENS,
-        saturating_tokens=SATURATING_TOKENS,
-        first_token_s=machine.first_token_s,
-        prompt_s=machine.prompt_s,
-        slowdowns=machine.slowdowns,
-        join_costs=machine.join_costs,
-        jitter=IterationJitter(machine.longest_mean),
-    )
+    folder.mkdir(exist_ok=True)
+    flags = {name: loop.flags(folder) for name, loop in loops.items()}
+    server.run_loads(flags, PATIENT_S, PATIENT_TBT_S, profile, folder)
+    return calibrated(load_profile(profile).costs, {name: outcomes(folder / name) for name in loops})
+
+
+def simulate(replay: Replay, server: RealServer, machine: Calibration) -> Results:
+    """Simulate the requests of a replay on instances like those of the server on this machine."""
     limits = Limits(ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S)
-    return DisaggregatedCluster(shape, 1, 1, limits, PolicySettings(), max_tokens=1).run(replay.requests())
+    return simulated_server(server, machine, limits).run(replay.requests())
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -235,7 +165,7 @@ class Row(msgspec.Struct, frozen=True):
     name: str
     real: float
     simulated: float
-    within: float
+    within: float = WITHIN
 
     @property
     def difference(self) -> float:
@@ -259,11 +189,11 @@ def compare(real: Sequence[Outcome], simulated: Results) -> list[Row]:
         pair: list[Values] = [np.array(of_real), of_simulated[~np.isnan(of_simulated)]]
         for figure, value in (("mean", np.mean), ("p90", lambda values: np.percentile(values, 90))):
             real_s, simulated_s = (float(value(of)) for of in pair)
-            rows.append(Row(f"{name} {figure}, s", real_s, simulated_s, TIMES_WITHIN))
+            rows.append(Row(f"{name} {figure}, s", real_s, simulated_s))
     num_rejected = sum(outcome.kind is Kind.REJECTED for outcome in real)
-    rows.append(Row("rejected", num_rejected, simulated.num(Simulated.REJECTED), REJECTIONS_WITHIN))
+    rows.append(Row("rejected", num_rejected, simulated.num(Simulated.REJECTED)))
     num_cached = sum(outcome.num_cached_tokens or 0 for outcome in finished)
-    rows.append(Row("cached tokens", num_cached, int(simulated["num_cached_tokens"].sum()), TIMES_WITHIN))
+    rows.append(Row("cached tokens", num_cached, int(simulated["num_cached_tokens"].sum())))
     return rows
 
 
@@ -282,33 +212,54 @@ def print_rows(name: str, rows: Sequence[Row], num_requests: int) -> None:
 
 def main() -> None:
     """Run the comparison, and exit with 1 if a figure does not agree."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    server = _server(parser, options.num_prefill, options.num_decode)
+    names = _known(parser, options.loads.split(","))
     folder: Path = options.out
-    folder.mkdir(parents=True, exist_ok=True)
+    of_loads = folder / f"seed {options.seed}, {options.duration:g} s"
+    of_loads.mkdir(parents=True, exist_ok=True)
     profile = folder / "profile.json"
     if not profile.exists():
-        measure_profile(profile)
-    of_loops = {name: loop.flags() for name, loop in LOOPS.items()}
-    run_loads(of_loops, PATIENT_S, TBT_SLO_S, profile, folder)
-    machine = calibrated(load_profile(profile).costs, {name: outcomes(folder / name) for name in LOOPS})
+        server.measure_profile(profile)
+    loads = replays(options.trace, of_loads, options.duration, options.seed)
+    rounds = []
+    for name in names:
+        rounds.append(measure_loops(server, profile, of_loads / f"loops before {name}"))
+        server.run_loads({name: loads[name].bench_flags()}, TTFT_SLO_S, TBT_SLO_S, profile, of_loads)
+    machine, all_agree = mean(rounds), True
     print(machine)
-    all_agree = True
-    for name, replay in replays(options.trace, folder, options.duration, options.seed).items():
-        run_loads({name: replay.bench_flags()}, TTFT_SLO_S, TBT_SLO_S, profile, folder)
-        real = outcomes(folder / name)
-        rows = compare(real, simulate(replay, machine))
+    for name in names:
+        real = outcomes(of_loads / name)
+        rows = compare(real, simulate(loads[name], server, machine))
         print_rows(name, rows, len(real))
         all_agree &= all(row.agrees for row in rows)
     sys.exit(0 if all_agree else 1)
 
 
+def _server(parser: argparse.ArgumentParser, num_prefill: int, num_decode: int) -> RealServer:
+    servers = {(server.num_prefill, server.num_decode): server for server in (DEFAULT, PAIR)}
+    if (num_prefill, num_decode) not in servers:
+        parser.error("expected --num-prefill 1 --num-decode 1, or neither of them")
+    return servers[num_prefill, num_decode]
+
+
+def _known(parser: argparse.ArgumentParser, names: Sequence[str]) -> Sequence[str]:
+    if unknown := set(names) - set(LOADS):
+        parser.error(f"--loads {sorted(unknown)[0]}: expected some of {','.join(LOADS)}")
+    return names
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tools.simulator.against_real",
-        description="The simulator beside the real server.",
+        description="The simulator beside the real server: one instance with both roles, or a pair.",
     )
     parser.add_argument("trace", type=Path, help="Mooncake's conversation_trace.jsonl, or .gz")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="profile and outcomes")
+    parser.add_argument("--num-prefill", type=int, default=0, metavar="1", help="with --num-decode 1: a pair")
+    parser.add_argument("--num-decode", type=int, default=0, metavar="1", help="with --num-prefill 1: a pair")
+    parser.add_argument("--loads", default=",".join(LOADS), metavar="NAME,...", help="default: %(default)s")
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of each load")
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tools.simulator.performance_model FOLDER
 
-A worker's profile and the closed loops of `benchmarks.tools.simulator.calibration` give the model's costs.
-Then closed loops of other sizes and other numbers of requests are measured and predicted. Results that FOLDER
-has already are not measured again. The command ends with status 1 if a figure differs by more than 15%.
+A worker's profile and the closed loops of `benchmarks.tools.simulator.calibration.pair` give the costs. Then
+closed loops of other sizes and other numbers of requests are measured and predicted. Results that FOLDER has
+already are not measured again. The command ends with status 1 if a figure differs by more than 15%.
 
     TTFT, TPOT    means over the middle half of the requests, in the order in which they end
     tokens/s      output tokens
@@ -21,23 +21,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tools.load.outcomes import Kind, Outcome
-from benchmarks.tools.simulator.against_real import (
-    MAX_BATCH,
-    MODEL,
-    PATIENT_S,
-    Row,
-    measure_profile,
-    outcomes,
-    run_loads,
-)
-from benchmarks.tools.simulator.calibration import LOOPS, Calibration, Loop, calibrated
+from benchmarks.tools.simulator.against_real import Row
+from benchmarks.tools.simulator.calibration.costs import Calibration, times
+from benchmarks.tools.simulator.calibration.loops import Loop
+from benchmarks.tools.simulator.calibration.pair import LOOPS, calibrated
+from benchmarks.tools.simulator.real_server import PAIR, PATIENT_S, PATIENT_TBT_S, outcomes
+from benchmarks.tools.simulator.this_machine import MAX_BATCH, MODEL
 from conductor.performance.model import DecodeCapacity, Pairs, Sizes
 from mooncake.config.profile import load_profile
-from mooncake.messages.costs import Costs
 
 WITHIN = 0.15
 _NO_LIMIT = 1e9
-_PATIENT_TBT_S = 10.0
 PREDICTED = {
     "2 requests of 256 and 96": Loop(256, 96, concurrency=2, num_requests=24, seed=201),
     "6 requests of 768 and 64": Loop(768, 64, concurrency=6, num_requests=36, seed=202),
@@ -53,10 +47,8 @@ def pairs(machine: Calibration, loop: Loop) -> Pairs:
     The time that a request adds when it joins a batch is divided among the iterations of its answer.
     """
     of_prefill, of_decode = machine.slowdowns
-    prefill, decode = machine.profiled
-    prefill = Costs(*(machine.prefill_factor * of_prefill * cost for cost in prefill))
+    prefill, decode = times(of_prefill, machine.prefill), times(of_decode, machine.decode)
     prefill = prefill._replace(constant_s=prefill.constant_s + machine.prompt_s)
-    decode = Costs(*(machine.decode_factor * of_decode * cost for cost in decode))
     join_s = machine.join_costs.seconds(loop.num_input_tokens) / (loop.num_output_tokens - 1)
     capacity = DecodeCapacity(decode._replace(first_s=decode.first_s + join_s), MAX_BATCH, _NO_LIMIT)
     return Pairs(1, 1, prefill, capacity, MODEL.num_layers, first_token_s=machine.first_token_s)
@@ -105,9 +97,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     profile = folder / "profile.json"
     if not profile.exists():
-        measure_profile(profile)
-    loads = {name: loop.flags() for name, loop in (LOOPS | PREDICTED).items()}
-    run_loads(loads, PATIENT_S, _PATIENT_TBT_S, profile, folder)
+        PAIR.measure_profile(profile)
+    loads = {name: loop.flags(folder) for name, loop in (LOOPS | PREDICTED).items()}
+    PAIR.run_loads(loads, PATIENT_S, PATIENT_TBT_S, profile, folder)
     machine = calibrated(load_profile(profile).costs, {name: outcomes(folder / name) for name in LOOPS})
     print(machine)
     rows = [

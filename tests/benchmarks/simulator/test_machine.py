@@ -3,75 +3,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.tools.load.outcomes import Kind, Outcome
 from benchmarks.tools.simulator.against_real import Row
-from benchmarks.tools.simulator.calibration import BUSY_LOOPS, LONG, LOOPS, SHORT, calibrated
 from benchmarks.tools.simulator.cluster.batch import tbt_s
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
+from benchmarks.tools.simulator.cluster.machines.costs import Profiled, PromptShare
 from benchmarks.tools.simulator.cluster.machines.machine import IterationJitter, Machine
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import NO_JOIN_COSTS, JoinCosts
 from conductor.settings import Limits, PolicySettings
-from mooncake.messages.costs import Costs, prefill_quantities
+from mooncake.messages.costs import Costs
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
-PREFILL, DECODE = Costs(0.01, 1e-3, 0.0), Costs(0.02, 0.0, 0.0)
+
+def test_a_measured_pass_reads_all_weights_once() -> None:
+    """The constants of prefill and of decode both have the time for that."""
+    costs = Profiled(Costs(0.01, 1e-3, 1e-6), Costs(0.02, 0.003, 0.0))
+    shares = [PromptShare(100, 0), PromptShare(50, 200)]
+    tokens_s = 150 * 1e-3 + (100 * 50 + 50 * 225) * 1e-6
+    assert costs.iteration_s(shares, 0) == pytest.approx(0.01 + tokens_s)
+    assert costs.iteration_s(shares, 4) == pytest.approx(0.02 + 4 * 0.003 + tokens_s)
+    assert costs.iteration_s([], 4) == pytest.approx(0.02 + 4 * 0.003)
 
 
-def looped(name: str, ttft_s: float, gap_s: float, each_s: float) -> list[Outcome]:
-    """A loop in which a first token leaves every `each_s`."""
-    loop = LOOPS[name]
-    answered_s = ttft_s + gap_s * (loop.num_output_tokens - 1)
-    return [
-        Outcome(
-            number=n,
-            kind=Kind.FINISHED,
-            scheduled_s=n * each_s,
-            num_input_tokens=loop.num_input_tokens,
-            lag_s=0.0,
-            answered_s=answered_s,
-            ttft_s=ttft_s,
-            tbt_s=1.3 * gap_s,
-            num_output_tokens=loop.num_output_tokens,
-        )
-        for n in range(loop.num_requests)
-    ]
-
-
-def test_calibration_finds_what_the_profile_does_not_know() -> None:
-    """A server that is a tenth slower, takes 50 ms more for a first token, and longer when busy; each request
-    that joins takes 4 ms and 10 us a token, and each prompt takes its instance 20 ms of the 50."""
-    decode = DECODE._replace(constant_s=0.08)
-
-    def ttft_s(name: str) -> float:
-        num_tokens = LOOPS[name].num_input_tokens
-        num_passes = -(-num_tokens // 512)
-        once_s = PREFILL.seconds(*prefill_quantities(num_tokens, 0)) + (num_passes - 1) * PREFILL.constant_s
-        return 0.05 + 1.1 * once_s
-
-    gap_s = 1.2 * decode.constant_s
-
-    def busy(name: str) -> list[Outcome]:
-        each_s = 0.02 + 1.4 * (ttft_s(name) - 0.05)  # somebody is always decoded meanwhile
-        join_s = 0.004 + 1e-5 * LOOPS[name].num_input_tokens
-        return looped(name, 2.0, 1.25 * gap_s / (1 - join_s / each_s), each_s)
-
-    found = calibrated(
-        (PREFILL, decode),
-        {
-            SHORT: looped(SHORT, ttft_s(SHORT), gap_s, 1.0),
-            LONG: looped(LONG, ttft_s(LONG), gap_s, 3.0),
-            **{name: busy(name) for name in BUSY_LOOPS},
-        },
-    )
-    assert found.prefill_factor == pytest.approx(1.1)
-    assert found.decode_factor == pytest.approx(1.2)
-    assert (found.first_token_s, found.prompt_s) == pytest.approx((0.03, 0.02))
-    assert found.slowdowns == pytest.approx((1.4, 1.25))
-    assert found.join_costs == pytest.approx((0.004, 1e-5))
-    assert found.longest_mean == pytest.approx(1.3)
-    assert found.costs.profiled == (PREFILL, decode)
-    assert found.costs.kv_token_s == 1.2 * decode.second_s
+def test_prompt_tokens_have_costs_of_their_own_beside_decoding() -> None:
+    costs = Profiled(Costs(0.01, 1e-3, 0.0), Costs(0.02, 0.0, 0.0), Costs(0.5, 2e-3, 0.0))
+    assert costs.iteration_s([PromptShare(100, 0)], 0) == pytest.approx(0.11)
+    assert costs.iteration_s([PromptShare(100, 0)], 1) == pytest.approx(0.22)
 
 
 def test_instances_slow_each_other_only_while_both_compute() -> None:
@@ -89,10 +46,17 @@ def test_instances_slow_each_other_only_while_both_compute() -> None:
 
 
 def test_jitter_keeps_the_mean_and_makes_the_longest_tenth_longer() -> None:
-    gaps = IterationJitter(1.35).applied([(20_000, 0.02)])
+    gaps = IterationJitter(1.35, 0.02).applied([(20_000, 0.02)])
     assert np.mean([seconds for _, seconds in gaps]) == pytest.approx(0.02, rel=0.01)
     assert tbt_s(gaps) == pytest.approx(1.35 * 0.02, rel=0.01)
-    assert tbt_s(IterationJitter(1.0).applied([(1000, 0.02)])) == pytest.approx(0.02)
+    assert tbt_s(IterationJitter(1.0, 0.02).applied([(1000, 0.02)])) == pytest.approx(0.02)
+
+
+def test_long_gaps_vary_less_than_short_ones() -> None:
+    jitter = IterationJitter(1.35, 0.02)
+    short, long = ([each_s for _, each_s in jitter.applied([(20_000, gap_s)])] for gap_s in (0.02, 0.08))
+    assert np.mean(long) == pytest.approx(0.08, rel=0.01)
+    assert np.std(np.log(long)) == pytest.approx(np.std(np.log(short)) / 2, rel=0.05)
 
 
 def simulated(

@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 
 from benchmarks.tools.simulator.cluster.cache import SimulatedPool
+from benchmarks.tools.simulator.cluster.closed_loops import ClosedLoop, ClosedLoops
 from benchmarks.tools.simulator.cluster.decode.instance import DecodeInstance
 from benchmarks.tools.simulator.cluster.feed import Feed
 from benchmarks.tools.simulator.cluster.instance import Instance
@@ -114,7 +115,7 @@ class DisaggregatedCluster:
         for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode), (Role.BOTH, num_both)):
             for _ in range(number):
                 self._add(role)
-        self._feed: Feed | None = None
+        self._feed: Feed | ClosedLoops | None = None
 
     @property
     def instances(self) -> list[Instance]:
@@ -138,10 +139,17 @@ class DisaggregatedCluster:
 
     def run(self, load: Iterable[TraceRequest]) -> Results:
         """Run all requests of `load` to their ends, and return the results."""
+        return self._run(Feed(self.clock, load, self._shape.block_tokens, self._submit))
+
+    def run_loops(self, loops: Iterable[ClosedLoop]) -> Results:
+        """Run closed loops, one after the other, and return the results."""
+        return self._run(ClosedLoops(self.clock, loops, self._shape.block_tokens, self._submit))
+
+    def _run(self, feed: Feed | ClosedLoops) -> Results:
+        self._feed = feed
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
         for instance in self.instances:
             self._tell(instance.node.identity, self._registration(instance.node))
-        self._feed = Feed(self.clock, load, self._shape.block_tokens, self._submit)
         self._each_second()
         self.clock.run()
         assert not self._live
@@ -271,11 +279,15 @@ class DisaggregatedCluster:
         self.clock.after(self._shape.first_token_s, self._tell, FRONT, Submit(message))
 
     def _end(self, message: ToWorker | ToFront) -> None:
-        now_s = self.clock.now_s
         match message:
             case Ended(request_id=request_id):
-                self.results.end(self._live.pop(request_id), Outcome.FINISHED, now_s)
+                outcome = Outcome.FINISHED
             case Rejected(request_id=request_id):
-                self.results.end(self._live.pop(request_id), Outcome.REJECTED, now_s)
+                outcome = Outcome.REJECTED
             case Failed(request_id=request_id):
-                self.results.end(self._live.pop(request_id), Outcome.FAILED, now_s)
+                outcome = Outcome.FAILED
+            case _:
+                return
+        self.results.end(self._live.pop(request_id), outcome, self.clock.now_s)
+        assert self._feed is not None
+        self._feed.ended()

@@ -26,6 +26,9 @@ class Feed:
         self.is_over = False
         self._plan_next()
 
+    def ended(self) -> None:
+        """Record that a request has ended, which changes nothing: requests arrive at their own times."""
+
     def _plan_next(self) -> None:
         request = next(self._load, None)
         if request is None:

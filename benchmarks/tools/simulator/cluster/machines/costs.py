@@ -70,12 +70,15 @@ class Roofline:
 class Profiled:
     """Costs by polynomials, which `mooncake-serve profile` fits to a real worker (`mooncake.messages.costs`).
 
-    Prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2); c0 counts once for
-    prompts that share a pass. One iteration of b requests with k KV tokens: c0 + c1 * b + c2 * k.
+    Prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2). One iteration of b
+    requests with k KV tokens: c0 + c1 * b + c2 * k. The constants include the time to read all weights, which
+    are read once in a pass. So a pass has one constant: that of decoding, or that of prefill if nothing is
+    decoded. `beside` are the costs of prompt tokens in a pass that decodes, without its constant; None if
+    they are those of prefill.
     """
 
-    def __init__(self, prefill: Polynomial, decode: Polynomial) -> None:
-        self._prefill, self._decode = prefill, decode
+    def __init__(self, prefill: Polynomial, decode: Polynomial, beside: Polynomial | None = None) -> None:
+        self._prefill, self._decode, self._beside = prefill, decode, beside or prefill
         self.kv_token_s = decode.second_s
         self.profiled = (prefill, decode)
 
@@ -84,7 +87,7 @@ class Profiled:
         if batch_size:
             seconds += self._decode.constant_s + self._decode.first_s * batch_size
         if shares:
-            constant_s, token_s, pair_s = self._prefill
-            seconds += constant_s
+            constant_s, token_s, pair_s = self._beside if batch_size else self._prefill
+            seconds += 0.0 if batch_size else constant_s
             seconds += sum(n * (token_s + pair_s * (before + n / 2)) for n, before in shares)
         return seconds

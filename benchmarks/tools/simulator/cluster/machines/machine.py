@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -49,13 +48,15 @@ class Machine:
 
 
 class IterationJitter:
-    """Random factors of iterations, lognormal with mean 1.
+    """Random factors of gaps between tokens, lognormal with mean 1.
 
-    `longest_mean` is the mean of the largest tenth of the factors.
+    `longest_mean` is the mean of the largest tenth of the factors of gaps of `gap_s` seconds. Disturbances
+    come at random times, so a gap of n times that length has factors with a deviation that is smaller by the
+    square root of n.
     """
 
-    def __init__(self, longest_mean: float) -> None:
-        self._sigma = _sigma_of(longest_mean)
+    def __init__(self, longest_mean: float, gap_s: float) -> None:
+        self._sigma, self._gap_s = _sigma_of(longest_mean), gap_s
         self._rng = np.random.default_rng(_SEED)
 
     def applied(self, gaps: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -64,7 +65,8 @@ class IterationJitter:
         Gaps are pairs (number of gaps, seconds of each).
         """
         seconds = np.repeat([each_s for _, each_s in gaps], [number for number, _ in gaps])
-        factors: np.ndarray[Any, Any] = self._rng.lognormal(-(self._sigma**2) / 2, self._sigma, len(seconds))
+        sigmas = self._sigma * np.sqrt(self._gap_s / seconds)
+        factors = np.exp(sigmas * self._rng.standard_normal(len(seconds)) - sigmas**2 / 2)
         return [(1, float(gap_s)) for gap_s in seconds * factors]
 
 

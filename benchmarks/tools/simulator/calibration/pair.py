@@ -1,4 +1,4 @@
-"""The costs of a server that a single worker's profile lacks, measured by closed loops on the running server.
+"""The costs of a pair of instances on one machine, measured by closed loops on the running server.
 
     one by one, short and long prompts   the time to a first token without computing; how much longer prefills
                                          and iterations take than in the profile; how iterations vary
@@ -11,41 +11,24 @@ These loops were chosen after the outcomes of two replays were known.
 Owns: the loops, and the costs that follow from their outcomes. Does not know: how they are sent, simulations.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
 
-import numpy as np
-
 from benchmarks.tools.load.outcomes import Kind, Outcome
-from benchmarks.tools.simulator.cluster.machines.costs import Profiled
+from benchmarks.tools.simulator.calibration.costs import Calibration, non_negative, times
+from benchmarks.tools.simulator.calibration.loops import (
+    Loop,
+    gap_seconds,
+    longest_mean,
+    mean_ttft,
+    prefill_seconds,
+)
 from benchmarks.tools.simulator.cluster.shape import JoinCosts
-from mooncake.messages.costs import Costs, prefill_quantities
+from mooncake.messages.costs import Costs
 
 SHORT, LONG, BUSY, BUSY_SHORT, BUSY_LONG = "short", "long", "busy", "busy-short", "busy-long"
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """A closed loop of requests of one size."""
-
-    num_input_tokens: int
-    num_output_tokens: int
-    concurrency: int
-    num_requests: int
-    seed: int
-    """The loop's own seed. It differs from all others, so that no prompt is cached."""
-
-    def flags(self) -> dict[str, object]:
-        """Return the flags for `mooncake-bench run`."""
-        return {
-            "--lengths": f"{self.num_input_tokens}/{self.num_output_tokens}",
-            "--concurrency": self.concurrency,
-            "--num-requests": self.num_requests,
-            "--seed": self.seed,
-        }
 
 
 LOOPS = {
@@ -57,44 +40,6 @@ LOOPS = {
 }
 BUSY_LOOPS = (BUSY_SHORT, BUSY, BUSY_LONG)
 """The loops with so many requests at a time that a prompt is being computed all the time."""
-PASS_TOKENS = 512
-
-
-class Corrected(Profiled):
-    """The costs of a profile, corrected by measurements of the running server.
-
-    The simulated Conductor still gets the costs of the profile.
-    """
-
-    def __init__(self, profiled: tuple[Costs, Costs], prefill_factor: float, decode_factor: float) -> None:
-        prefill, decode = profiled
-        super().__init__(_times(prefill_factor, prefill), _times(decode_factor, decode))
-        self.profiled = profiled
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The measured costs of one machine.
-
-    `first_token_s` is the time before a first token that is not spent at a prefill instance. `prompt_s` is
-    the time for which each prompt occupies a prefill instance in addition to its passes. `slowdowns` are the
-    factors of prefill and of decode while the other instance computes too. `join_costs` are the costs of
-    requests that join a batch. `longest_mean` is the mean of the longest tenth of a request's gaps, divided
-    by the mean of all gaps.
-    """
-
-    profiled: tuple[Costs, Costs]
-    prefill_factor: float
-    decode_factor: float
-    first_token_s: float
-    prompt_s: float
-    slowdowns: tuple[float, float]
-    join_costs: JoinCosts
-    longest_mean: float
-
-    @property
-    def costs(self) -> Corrected:
-        return Corrected(self.profiled, self.prefill_factor, self.decode_factor)
 
 
 def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Outcome]]) -> Calibration:
@@ -105,8 +50,8 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
     }
     short, long = finished[SHORT], finished[LONG]
     # TTFT = latency_s + prefill_factor * what the profile says, at two lengths.
-    short_s, long_s = (_prefill_s(prefill, LOOPS[name].num_input_tokens) for name in (SHORT, LONG))
-    short_ttft_s, long_ttft_s = _mean_ttft_s(short), _mean_ttft_s(long)
+    short_s, long_s = (prefill_seconds(prefill, LOOPS[name].num_input_tokens) for name in (SHORT, LONG))
+    short_ttft_s, long_ttft_s = mean_ttft(short), mean_ttft(long)
     prefill_factor = (long_ttft_s - short_ttft_s) / (long_s - short_s)
     latency_s = max(0.0, short_ttft_s - prefill_factor * short_s)
     iterations_s = [decode.seconds(1, _mean_context(LOOPS[name])) for name in (SHORT, LONG)]
@@ -114,21 +59,21 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
     decode_factor = fmean(
         gap_s / iteration_s for gap_s, iteration_s in zip(gaps_s, iterations_s, strict=True)
     )
-    ratios = [o.tbt_s / _gap_s(o) for o in (*short, *long) if o.tbt_s is not None]
-    corrected = _times(prefill_factor, prefill), _times(decode_factor, decode)
+    corrected = times(prefill_factor, prefill), times(decode_factor, decode)
     busy = [_Busy.of(LOOPS[name], finished[name], *corrected) for name in BUSY_LOOPS]
     decode_slowdown, join_costs = _fitted_gaps(busy)
     prefill_slowdown, prompt_s = _fitted_prefills(busy)
     prompt_s = min(prompt_s, latency_s)
     return Calibration(
         profiled,
-        prefill_factor,
-        decode_factor,
+        *corrected,
+        corrected[0],
         latency_s - prompt_s,
+        longest_mean((*short, *long)),
+        fmean(gaps_s),
         prompt_s,
         (prefill_slowdown, decode_slowdown),
         join_costs,
-        max(1.0, fmean(ratios)),
     )
 
 
@@ -157,7 +102,7 @@ class _Busy:
         num_decoding = gap_s * (loop.num_output_tokens - 1) / each_s
         size = max(1.0, num_decoding)
         iteration_s = decode.seconds(size, size * _mean_context(loop))
-        prefill_s = _prefill_s(prefill, loop.num_input_tokens)
+        prefill_s = prefill_seconds(prefill, loop.num_input_tokens)
         return cls(loop.num_input_tokens, num_decoding, gap_s, iteration_s, each_s, prefill_s)
 
 
@@ -173,7 +118,7 @@ def _fitted_gaps(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
         (b.iteration_s, num_joins, num_joins * b.num_input_tokens)
         for b, num_joins in zip(busy, joins, strict=True)
     ]
-    added, constant_s, token_s = _non_negative(
+    added, constant_s, token_s = non_negative(
         rows, [b.gap_s - b.iteration_s for b in busy], [b.gap_s for b in busy]
     )
     return 1 + added, JoinCosts(constant_s, token_s)
@@ -186,54 +131,13 @@ def _fitted_prefills(busy: Sequence[_Busy]) -> tuple[float, float]:
     being decoded, and 1 at other times. Returns the slowdown, at least 1, and the constant.
     """
     rows = [(b.prefill_s * min(1.0, b.num_decoding), 1.0) for b in busy]
-    added, constant_s = _non_negative(rows, [b.each_s - b.prefill_s for b in busy], [b.each_s for b in busy])
+    added, constant_s = non_negative(rows, [b.each_s - b.prefill_s for b in busy], [b.each_s for b in busy])
     return 1 + added, constant_s
-
-
-def _non_negative(
-    rows: Sequence[tuple[float, ...]], targets: Sequence[float], scales: Sequence[float]
-) -> list[float]:
-    """Return the non-negative factors with which the weighted sums of `rows` are nearest to `targets`.
-
-    Errors are relative to `scales`. The function tries each set of factors that includes the first factor.
-    All factors outside the set are 0.
-    """
-    features = np.array(rows) / np.array(scales)[:, None]
-    values = np.array(targets) / np.array(scales)
-    num_factors = features.shape[1]
-    best, least = np.zeros(num_factors), float(np.square(values).sum())
-    for are_used in itertools.product((True,), *[(True, False)] * (num_factors - 1)):
-        used = np.flatnonzero(are_used)
-        found = np.zeros(num_factors)
-        found[used] = np.linalg.lstsq(features[:, used], values, rcond=None)[0]
-        error = float(np.square(features @ found - values).sum())
-        if found.min() >= 0 and error < least - 1e-12:
-            best, least = found, error
-    factors: list[float] = best.tolist()
-    return factors
-
-
-def _prefill_s(costs: Costs, num_tokens: int) -> float:
-    num_passes = -(-num_tokens // PASS_TOKENS)
-    return costs.seconds(*prefill_quantities(num_tokens, 0)) + (num_passes - 1) * costs.constant_s
 
 
 def _mean_context(loop: Loop) -> float:
     return loop.num_input_tokens + loop.num_output_tokens / 2
 
 
-def _mean_ttft_s(outcomes: Sequence[Outcome]) -> float:
-    return fmean(outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None)
-
-
-def _gap_s(outcome: Outcome) -> float:
-    assert outcome.ttft_s is not None
-    return (outcome.answered_s - outcome.ttft_s) / (outcome.num_output_tokens - 1)
-
-
 def _mean_gap_s(outcomes: Sequence[Outcome]) -> float:
-    return fmean(map(_gap_s, outcomes))
-
-
-def _times(factor: float, costs: Costs) -> Costs:
-    return Costs(*(factor * cost for cost in costs))
+    return fmean(map(gap_seconds, outcomes))

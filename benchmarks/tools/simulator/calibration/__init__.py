@@ -1,0 +1,1 @@
+"""The costs of a running server that a worker's profile lacks, measured by closed loops."""
