@@ -2,7 +2,7 @@
 
     python -m benchmarks.isolation [--rounds N] [--only NAME ...] [mooncake-serve flags]
 
-It starts `mooncake-serve` on a free port, by default with one prefill and one decode instance, and with an
+It starts `mooncake-serve` on a free port, by default with one instance for both phases, and with an
 API key for each of two tenants. The large tenant keeps sending a load that any client is allowed to send. The
 small tenant asks again and again for two tokens after a prompt of 16 random tokens, with a user's pauses.
 Each load is one row; the first row is the idle server. `times idle` is the p99 of TTFT divided by that of the
