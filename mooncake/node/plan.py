@@ -314,7 +314,7 @@ def _worker(
         "workers.vllm.service" if config.engine == "vllm" else "workers.process.service",
         process,
         (record_fd,),
-        drains=part.leads and config.runs_one_instance,  # else all requests are those of the node's own front
+        drains=part.leads and config.runs_one_instance,  # else the node's front drains
         instance=part.instance,
     )
 

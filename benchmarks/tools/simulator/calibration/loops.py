@@ -54,7 +54,7 @@ class MixedLoop:
     concurrency: int
     num_requests: int
     seed: int
-    """As in `Loop`."""
+    """The loop's own seed, which differs from all others."""
 
     def flags(self, folder: Path) -> dict[str, object]:
         file = folder / f"{self.name}.json"
