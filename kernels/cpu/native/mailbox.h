@@ -19,7 +19,12 @@
 
 namespace {
 
-constexpr auto EXCHANGE_PATIENCE = std::chrono::microseconds(50);
+// The time for which a waiter spins before it sleeps. LONG_SPIN, on a core that no other thread wants, is longer than the 0.6 ms
+// between two layers of SmolLM2-135M, so that its helper is not woken for each layer.
+constexpr Clock::duration LONG_SPIN = std::chrono::milliseconds(1), SHORT_SPIN = std::chrono::microseconds(50);
+// The time for which spins are short after a waiter has lost its core (LOST). A sleeper that is woken goes before the other thread; one
+// that spins waits for the end of the other thread's time.
+constexpr auto SHORT_SPINS = std::chrono::seconds(1);
 constexpr int LOOK_MS = 100;  // milliseconds between two looks of a waiter whether the other side has closed: a wake may be missed
 constexpr timespec EXCHANGE_LOOK = {0, LOOK_MS * 1'000'000};
 
@@ -171,6 +176,19 @@ inline void layer_computed(Mailbox& mailbox) {
     receive_all(mailbox);
 }
 
+// Returns whether a waiter that began at `began` spins once more. If not, it shall sleep. In a long spin other threads may have the core.
+inline bool keep_spinning(Clock::time_point began, Clock::time_point now) {
+    static thread_local Clock::time_point short_until;
+    if (now < short_until) {
+        _mm_pause();
+        return now - began < SHORT_SPIN;
+    }
+    if (now - began >= LONG_SPIN) return false;
+    sched_yield();
+    if (const auto back = Clock::now(); back - now > LOST) short_until = back + SHORT_SPINS;
+    return true;
+}
+
 // Waits until `is_due` holds for the value of `word`. Returns false if the exchange is closed before, or `end` has passed. `is_due`
 // may put `end` off.
 template <class F>
@@ -180,12 +198,9 @@ bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due,
     for (uint32_t value; !is_due(value = word.load(std::memory_order_acquire));) {
         const auto now = Clock::now();
         if (mailbox.closed.load() || now > end) return false;
-        const bool is_busy = now - began < EXCHANGE_PATIENCE;
         if (mailbox.wire.is_connected()) {
-            receive(mailbox, is_busy ? 0 : LOOK_MS);
-        } else if (is_busy) {
-            _mm_pause();
-        } else {
+            receive(mailbox, now - began < SHORT_SPIN ? 0 : LOOK_MS);
+        } else if (!keep_spinning(began, now)) {
             syscall(SYS_futex, &word, FUTEX_WAIT, value, &EXCHANGE_LOOK, nullptr, 0);
         }
     }
