@@ -22,6 +22,8 @@ from mooncake.node.rundir import RunDirectory
 
 STOP_GRACE_S = 4.0
 """Seconds in which processes may end by themselves."""
+TOGETHER_S = 0.1
+"""Seconds in which several signals are one: `timeout` signals a process, and at once the process's group."""
 KILL_GRACE_S = 2.0
 """Seconds, at most, for which killed processes are waited for: a grandchild may hold a pipe open."""
 
@@ -61,15 +63,19 @@ async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") 
 
 class Stopping:
     """The signals SIGINT and SIGTERM. The first one ends the node once its requests are done, or have had
-    their time; a second one ends that wait."""
+    their time; a later one ends that wait. Signals within `TOGETHER_S` of the first one are one with it."""
 
     def __init__(self) -> None:
         self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()
+        self._first_at_s: float | None = None
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
 
     def _on_signal(self) -> None:
-        if self.is_wanted.is_set():
+        now_s = time.monotonic()
+        if self._first_at_s is None:
+            self._first_at_s = now_s
+        elif now_s - self._first_at_s > TOGETHER_S:
             self.is_urgent.set()
         self.is_wanted.set()
 

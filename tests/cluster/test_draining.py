@@ -5,12 +5,14 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from mooncake.node.supervisor import TOGETHER_S
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import HTTP, eventually
 from tests.cluster.tiny_cluster import SMALL, body, complete, post, samples, streaming, text_in, text_of
@@ -97,6 +99,8 @@ def test_open_answers_are_finished_and_new_requests_refused(model: Path, run_dir
 
 def interrupted(server: ForkedServer) -> None:
     server.wait_for_line(WAITS)
+    began_s = time.monotonic()
+    eventually(lambda: time.monotonic() - began_s > TOGETHER_S, "another signal is a second one")
     server.process.send_signal(signal.SIGINT)
 
 
