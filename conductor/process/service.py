@@ -30,8 +30,8 @@ from conductor.front.process.server import serve as serve_front
 from conductor.front.process.starting import (
     OpenedModel,
     announce,
-    drained_on_sigterm,
     front_config,
+    front_drain,
     open_model,
 )
 from conductor.policy import Conductor
@@ -225,7 +225,7 @@ async def _serve(process: ConductorProcess) -> None:
                 display,
                 cache_store,
                 tracer,
-                drained_on_sigterm(config),
+                front_drain(config),
             )
 
 

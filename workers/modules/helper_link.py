@@ -61,7 +61,7 @@ class HelperAccess:
 
 
 class HelperLink:
-    """A helper that hosts modules, until `close` or the helper's own end.
+    """A helper that hosts modules, until `end`, `close`, or the helper's own end.
 
     `on_lost` is called if the helper ends first, or if its pages cannot be reached any more. The modules are
     in `num_pages` pages.
@@ -71,12 +71,12 @@ class HelperLink:
         self.helped, self.num_pages = connected.helped, connected.num_pages
         self._sock, self._pages_lost, self._on_lost = connected.sock, connected.pages_lost, on_lost
         self._loop = asyncio.get_running_loop()
-        self._is_used = True
-        """Whether modules are used at the helper: neither side has ended the exchange."""
-        self._loop.add_reader(self._sock, self._on_readable)
-        self._pages_lost.add_done_callback(lambda _: self._lose())
+        self._is_exchanging = True
+        """Whether passes can be sent to the helper: the helper is not lost, and the hosting has not ended."""
+        self._loop.add_reader(self._sock, self._on_closed_by_helper)
+        self._pages_lost.add_done_callback(lambda _: self._count_as_lost())
         self.is_lost = False
-        """Whether the helper has gone. The memory of a helper on this host is still mapped here."""
+        """Whether the helper was lost. The memory of a helper on this host is still mapped here then."""
 
     @classmethod
     async def connect(
@@ -110,7 +110,7 @@ class HelperLink:
     async def end(self) -> None:
         """End the hosting, and wait until the helper has its pages back, at most `_END_TIMEOUT_S`."""
         if self._sock.fileno() >= 0:
-            self._end_use()
+            self._stop_exchange()
             try:
                 with contextlib.suppress(OSError, TimeoutError):
                     self._sock.shutdown(socket.SHUT_WR)
@@ -120,31 +120,31 @@ class HelperLink:
                 self._sock.close()
 
     def close(self) -> None:
-        """End the hosting. Idempotent."""
+        """End the hosting without waiting for the helper. Idempotent."""
         if self._sock.fileno() >= 0:
-            self._end_use()
+            self._stop_exchange()
             self._sock.close()
 
-    def _end_use(self) -> None:
-        """End the exchange, and watch for no loss any more. Idempotent."""
-        if self._is_used:
-            self._is_used = False
+    def _stop_exchange(self) -> None:
+        """Send no more passes, and watch the helper no longer. Idempotent."""
+        if self._is_exchanging:
+            self._is_exchanging = False
             self._loop.remove_reader(self._sock)
             self._pages_lost.cancel()  # its callback keeps this object, and with it the mapped memory
             self.helped.owner.close()
             if self.helped.remote is not None:
                 self.helped.remote.close()
 
-    def _lose(self) -> None:
-        """Count the helper as lost. Its hosting goes on until `end` or `close`. Idempotent."""
-        if self._is_used:
-            self._end_use()
+    def _count_as_lost(self) -> None:
+        """Count the helper as lost, unless the hosting has ended. The connection stays open. Idempotent."""
+        if self._is_exchanging:
+            self._stop_exchange()
             self.is_lost = True
             self._on_lost()
 
-    def _on_readable(self) -> None:
-        """Handle the end of the connection: a helper sends nothing after its answer."""
-        self._lose()
+    def _on_closed_by_helper(self) -> None:
+        """Handle the end of the connection: a helper sends nothing after its answer, and has closed it."""
+        self._count_as_lost()
         self.close()
 
 

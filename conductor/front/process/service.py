@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from conductor.front.generation.link import FromConductor
 from conductor.front.http.server import listen
 from conductor.front.process.server import serve as serve_front
-from conductor.front.process.starting import announce, drained_on_sigterm, front_config, open_model
+from conductor.front.process.starting import announce, front_config, front_drain, open_model
 from conductor.telemetry.leadership_metrics import register_reach
 from mooncake.bus.zeromq import peer_identity
 from mooncake.leadership.conductor_dealer import ConductorDealer
@@ -46,7 +46,7 @@ async def serve(process: FrontProcess) -> None:
                 listener,
                 lambda url: announce(Ready(url)),
                 tracer=tracer,
-                drain=drained_on_sigterm(config),
+                drain=front_drain(config),
             )
         finally:
             conductor.close(linger_s=_LAST_WORDS_S)

@@ -73,8 +73,8 @@ def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfi
     )
 
 
-def drained_on_sigterm(config: Config) -> FrontDrain:
-    """Return the drain of a front. SIGTERM begins it, and its end stops this process."""
+def front_drain(config: Config) -> FrontDrain:
+    """Return the drain of this front. It begins at SIGTERM, and its end stops the process."""
     drain = FrontDrain(stop)
 
     def begin() -> None:

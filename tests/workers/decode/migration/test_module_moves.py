@@ -226,7 +226,7 @@ async def test_a_helper_that_is_lost_before_the_switch_has_nothing_and_costs_not
     is_remote: bool,
 ) -> None:
     async with paired(start_decode_lab, tmp_path, is_remote=is_remote) as pair:
-        quiet, end, lost = BatchLoop.quiet, HelperLink._on_readable, asyncio.Event()
+        quiet, end, lost = BatchLoop.quiet, HelperLink._on_closed_by_helper, asyncio.Event()
 
         async def lose(loop: BatchLoop) -> None:
             await quiet(loop)
@@ -239,7 +239,7 @@ async def test_a_helper_that_is_lost_before_the_switch_has_nothing_and_costs_not
 
         with monkeypatch.context() as patches:
             patches.setattr(BatchLoop, "quiet", lose)
-            patches.setattr(HelperLink, "_on_readable", note)
+            patches.setattr(HelperLink, "_on_closed_by_helper", note)
             place = await pair.place(part)  # while no page is in use that would be copied
         assert place.error == "the helper was lost before the move was complete"
         assert not place.are_elsewhere
