@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 import transformers
 
 from conductor.effects import Effect
@@ -18,7 +17,7 @@ from conductor.settings import Limits
 from kvstore.client.worker_client import WorkerClient
 from kvstore.pool.segment import Segment
 from mooncake.bus.zeromq import peer_identity
-from mooncake.messages.blocks import KVLayout, block_keys, root_key
+from mooncake.messages.blocks import KVDtype, KVLayout, block_keys, root_key
 from mooncake.messages.fronts import (
     Cancel,
     Continue,
@@ -58,6 +57,7 @@ from workers.engine.model import DecoderModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
+from workers.execution.loading import TORCH_DTYPES
 from workers.execution.model_spec import model_spec
 from workers.kvcache.copies import LayerCopies, copies_for
 from workers.kvcache.layerwise import LayerTransfers
@@ -96,6 +96,7 @@ class Sizes:
     """The number of ranks of every instance."""
     idle_cores: frozenset[int] = frozenset()
     """The idle cores that all instances share."""
+    dtype: KVDtype = "float32"
 
 
 @dataclass(slots=True)
@@ -225,7 +226,7 @@ class MiniCluster:
         self._weights = model.state_dict()
         self.model = self._loaded(None)
         self.layout = KVLayout(
-            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, sizes.block_size, "float32"
+            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, sizes.block_size, sizes.dtype
         )
         self.grammars = Grammars(lambda: Vocabulary(tiny_backend(), (IM_END_ID,), self.spec.vocab_size))
         limits = Limits(
@@ -245,7 +246,8 @@ class MiniCluster:
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT), time.monotonic())
 
     def _loaded(self, shard: TensorShard | None) -> DecoderModel:
-        model = DecoderModel(self.spec, range(self.spec.num_layers), torch.float32, shard=shard)
+        dtype = TORCH_DTYPES[self.sizes.dtype]
+        model = DecoderModel(self.spec, range(self.spec.num_layers), dtype, shard=shard)
         model.load_weights(self._weights.items())
         return model
 
@@ -265,7 +267,7 @@ class MiniCluster:
                     model.layers,
                     num_pages,
                     sizes.block_size,
-                    torch.float32,
+                    model.dtype,
                     kv_heads=model.kv_heads,
                 ),
                 self.grammars,

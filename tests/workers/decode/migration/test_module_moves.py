@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,8 +16,9 @@ import torch
 import transformers
 
 from mooncake.errors import ModelError, TransferError
+from mooncake.messages.blocks import KVDtype
 from mooncake.messages.migration import LayerRange
-from mooncake.messages.requests import SamplingParams
+from mooncake.messages.requests import SamplingParams, TokenLogprobs
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_tokenizer import IM_END_ID
@@ -49,10 +51,10 @@ from workers.modules.helper_link import HelperLink
 
 pytestmark = pytest.mark.cluster
 WISHES = (
-    SamplingParams(70, temperature=0),
-    SamplingParams(60, temperature=1.1, top_p=0.95, seed=4),
-    SamplingParams(50, temperature=0.9, seed=5, repetition_penalty=1.2),
-    SamplingParams(60, temperature=1.5, seed=3, stop_token_ids=(IM_END_ID,), grammar=GRAMMAR),
+    SamplingParams(70, temperature=0, num_logprobs=2),
+    SamplingParams(60, temperature=1.1, top_p=0.95, seed=4, num_logprobs=2),
+    SamplingParams(50, temperature=0.9, seed=5, repetition_penalty=1.2, num_logprobs=2),
+    SamplingParams(60, temperature=1.5, seed=3, stop_token_ids=(IM_END_ID,), grammar=GRAMMAR, num_logprobs=2),
 )
 
 REMOTE = pytest.mark.parametrize("is_remote", [False, True], ids=["one host", "two hosts"])
@@ -68,8 +70,15 @@ def model() -> transformers.PreTrainedModel:
 
 async def answers(pair: Pair, name: str, num: int) -> list[list[int]]:
     """Those of several requests at once, most of which are computed here from their prompts on."""
+    return [tokens for tokens, _ in await answers_with_logprobs(pair, name, num)]
+
+
+async def answers_with_logprobs(
+    pair: Pair, name: str, num: int
+) -> list[tuple[list[int], list[TokenLogprobs]]]:
+    """Return the tokens of several requests as `answers` does, with logprobs, which show bits of logits."""
     begun = [begin(pair, name, index) for index in range(num)]
-    return [await tokens_of(decoded.answer) for decoded in begun]
+    return [(await tokens_of(decoded.answer), decoded.answer.logprobs) for decoded in begun]
 
 
 def begin(pair: Pair, name: str, index: int) -> Decoded:
@@ -84,22 +93,33 @@ def begin(pair: Pair, name: str, index: int) -> Decoded:
     ids=["heads", "layers"],
 )
 @pytest.mark.parametrize(
-    "sizes", [SIZES, Sizes(num_decode=2, num_device_pages=24, num_pool_pages=60, max_batch=4)], ids=str
+    "sizes",
+    [SIZES, Sizes(num_decode=2, num_device_pages=24, num_pool_pages=60, max_batch=4)],
+    ids=["many pages", "few pages"],
 )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_answers_are_those_of_modules_that_stay(
-    start_decode_lab: StartDecodeLab, tmp_path: Path, sizes: Sizes, parts: Sequence[Part], *, is_remote: bool
+    start_decode_lab: StartDecodeLab,
+    tmp_path: Path,
+    sizes: Sizes,
+    parts: Sequence[Part],
+    dtype: KVDtype,
+    *,
+    is_remote: bool,
 ) -> None:
+    """In every dtype, as no bit of the logits depends on where heads and layers are."""
+    sizes = replace(sizes, dtype=dtype)
     async with paired(start_decode_lab, tmp_path, sizes, is_remote=is_remote) as pair:
-        expected = await answers(pair, "stays", 8)
-        running = asyncio.create_task(answers(pair, "moves", 8))
+        expected = await answers_with_logprobs(pair, "stays", 8)
+        running = asyncio.create_task(answers_with_logprobs(pair, "moves", 8))
         for part in parts:
             await pair.move(part)
             assert pair.host.num_hosted == ({"d0": part_of(part).num_heads} if part else {})
         assert await running == expected
         await pair.move(parts[0])
-        assert await answers(pair, "comes", 8) == expected
+        assert await answers_with_logprobs(pair, "comes", 8) == expected
         await pair.move(0)
-        assert await answers(pair, "back", 8) == expected
+        assert await answers_with_logprobs(pair, "back", 8) == expected
 
 
 async def test_an_answer_goes_on_at_the_helper_and_nothing_disturbs_the_helpers_own(
