@@ -11,13 +11,22 @@ from conductor.policy import Conductor
 from conductor.settings import Limits, PolicySettings
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
-from mooncake.messages.fronts import FrontHello, Submit
+from mooncake.messages.fronts import Cancel, FrontHello, Submit
 from mooncake.messages.heartbeats import DecodeStats, Heartbeat
 from mooncake.messages.migration import ModulesPart, ModulesPlace, ModulesSupport, PlaceModules
-from mooncake.messages.operators import MoveModules
+from mooncake.messages.operators import ChangeRole, MoveModules
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.requests import Request, SamplingParams
-from mooncake.messages.workers import PROTOCOL_VERSION, Prefill, Prefilled, Register, Reserve, Reserved, Role
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    InstanceState,
+    Prefill,
+    Prefilled,
+    Register,
+    Reserve,
+    Reserved,
+    Role,
+)
 from tests.conductor.small_cluster import EPOCH, FRONT, GRANT, POOL, address, registration
 
 PROFILE = Costs(0.01, 1e-4, 0.0), Costs(0.01, 0.0, 1e-6)
@@ -46,15 +55,18 @@ class Cluster:
         moves_modules: bool = True,
         hosts: tuple[str, ...] = ("host", "host", "host"),
         why_not: str = "",
+        limits: Limits | None = None,
     ) -> None:
         settings = PolicySettings(moves_modules=moves_modules, has_rebalancing=True)
-        self.conductor = Conductor(EPOCH, "model", Limits(), settings, PROFILE)
+        self.conductor = Conductor(EPOCH, "model", limits or Limits(), settings, PROFILE)
         self.now_s, self.num_requests = 0.0, 0
         self.orders: list[tuple[str, PlaceModules]] = []
         self.places = {f"d{n}": ModulesPlace() for n in range(len(hosts))}
         self.num_tokens = dict.fromkeys(self.places, 0)
         self.keeping: set[str] = set()
         """Instances that refuse to take modules back."""
+        self.computing: set[str] = set()
+        """Requests whose prompts are computed without end."""
         self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
         self.tell(b"p0#1", member("p0", Role.PREFILL, "host", why_not))
         for name, host in zip(self.places, hosts, strict=True):
@@ -68,7 +80,7 @@ class Cluster:
             name, message = effect.peer.decode().partition("#")[0], effect.message
             if isinstance(message, Reserve):
                 self.tell(effect.peer, Reserved(message.ref, GRANT))
-            elif isinstance(message, Prefill):
+            elif isinstance(message, Prefill) and message.ref.request_id not in self.computing:
                 self.tell(effect.peer, Prefilled(message.ref, 5, 0))
             elif isinstance(message, PlaceModules):
                 self.orders.append((name, message))
@@ -175,9 +187,31 @@ def test_an_instance_with_modules_elsewhere_keeps_its_role() -> None:
     assert survey._changeable() == {"d2"}
 
 
-def test_no_module_moves_while_a_role_changes_or_an_order_is_carried_out() -> None:
-    cluster = Cluster()
+def test_no_module_moves_while_an_order_is_carried_out() -> None:
+    """Also between the other instances, of which one is busy and one is idle."""
+    cluster = Cluster(hosts=("host",) * 4)
     cluster.tell(FRONT, MoveModules(1, "d1", "d2", ModulesPart(1)))
     cluster.places["d1"] = ModulesPlace(EPOCH, 1, "d2", ModulesPart(1), is_moving=True)
     cluster.pass_seconds(40, d0=BUSY)
-    assert [owner for owner, _ in cluster.orders] == ["d1"]
+    assert [(owner, order.helper) for owner, order in cluster.orders] == [("d1", "d2")]
+    cluster.places["d1"] = ModulesPlace(EPOCH, 1, "d2", ModulesPart(1))
+    cluster.pass_seconds(20, d0=BUSY)
+    assert [owner for owner, _ in cluster.orders] == ["d1", "d1", "d0"], "modules return, others leave"
+
+
+def test_no_module_moves_while_a_role_changes() -> None:
+    """Also between the other instances, of which one is busy and one is idle."""
+    cluster = Cluster(limits=Limits(switch_timeout_s=3600))
+    cluster.computing.add("r1")
+    cluster.submit()
+    decoding = {name: cluster.conductor.instances.get(name) for name in cluster.places}
+    [switching] = [one for one in decoding.values() if one is not None and one.requests]
+    busy, idle = (name for name in cluster.places if name != switching.name)
+    cluster.tell(FRONT, ChangeRole(1, switching.name, Role.PREFILL))
+    cluster.pass_seconds(60, **{busy: BUSY})
+    assert switching.state is InstanceState.SWITCHING
+    assert cluster.orders == []
+    cluster.tell(FRONT, Cancel("r1"))
+    assert switching.role is Role.PREFILL
+    cluster.pass_seconds(20, **{busy: BUSY})
+    assert [(owner, order.helper) for owner, order in cluster.orders] == [(busy, idle)]

@@ -1,5 +1,6 @@
 """Orders to move modules: what is refused and why, and what is known of where they are."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,16 @@ from mooncake.messages.fronts import ClusterState, Rejected, Submit
 from mooncake.messages.migration import LayerRange, ModulesPart, ModulesPlace, ModulesSupport, PlaceModules
 from mooncake.messages.operators import ChangeRole, Drain, MoveModules, Ordered
 from mooncake.messages.pools import Capacity, PoolShard
-from mooncake.messages.workers import Register, Reserve, Retire, Retired, Role
+from mooncake.messages.workers import InstanceState, Register, Reserve, Reserved, Retire, Retired, Role
 from tests.conductor.small_cluster import (
     EPOCH,
     FRONT,
+    GRANT,
     HEARTBEAT,
     POOL,
     address,
     new_conductor,
+    ref,
     registration,
     request,
 )
@@ -176,6 +179,20 @@ def _drain(conductor: Conductor) -> None:
     conductor.handle(FRONT, Drain(2, "b", stays=True), 1.0)
 
 
+def _switch(conductor: Conductor) -> None:
+    """Let "b" begin to change its role. A request whose prompt is being computed keeps it from the end."""
+    b = conductor.instances.get("b")
+    assert b is not None
+    for number in itertools.count():
+        effects = conductor.handle(FRONT, Submit(request(f"r{number}")), 1.0)
+        [placed] = [effect.peer for effect in effects if isinstance(effect.message, Reserve)]
+        if placed == B:
+            conductor.handle(B, Reserved(ref(request_id=f"r{number}"), GRANT), 1.0)
+            break
+    conductor.handle(FRONT, ChangeRole(2, "b", Role.PREFILL), 1.0)
+    assert b.state is InstanceState.SWITCHING
+
+
 def _to_b(conductor: Conductor) -> None:
     order(conductor, "a", "b", 1)
     tell(conductor, A, ModulesPlace(EPOCH, 1, "b", ModulesPart(1)))
@@ -221,6 +238,9 @@ def _to_b(conductor: Conductor) -> None:
         ),
         (None, "a", "prefills", 1, "prefills prefills; KV heads move between instances that decode"),
         (_drain, "a", "b", 1, "b is draining"),
+        (_drain, "b", "a", 1, "b is draining"),
+        (_switch, "a", "b", 1, "b is switching"),
+        (_switch, "b", "a", 1, "b is switching"),
         (
             _to_b,
             "a",
@@ -266,6 +286,16 @@ def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None
         [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
         assert isinstance(effect.message, Ordered)
         assert effect.message.refusal == why
+
+
+@pytest.mark.parametrize(("owner", "helper"), [("a", "b"), ("b", "a")], ids=["helper", "owner"])
+def test_modules_move_again_when_a_change_of_the_role_is_given_up(
+    conductor: Conductor, owner: str, helper: str
+) -> None:
+    _switch(conductor)
+    conductor.handle(FRONT, Drain(3, "b", is_wanted=False), 2.0)
+    answer, orders = order(conductor, owner, helper, 1)
+    assert (answer.refusal, [placed.number for placed in orders]) == ("", [1])
 
 
 def test_a_helper_that_drains_has_the_modules_go_back_first(conductor: Conductor) -> None:
