@@ -268,6 +268,35 @@ def test_orders_that_cannot_be_carried_out_are_refused_by_name(
     assert migrate(server, "decode-0", "decode-1", "--back") == 0
 
 
+@pytest.mark.parametrize(
+    ("family", "flag", "reason"),
+    [
+        ("", "--dtype=float16", "torch computes this model: torch.float16 is not one of torch.bfloat16,"),
+        ("opt", "--dtype=float32", "torch computes this model: the project's kernels have no LayerNorms,"),
+        ("", "--worker-tensor-parallel=2", "its heads are divided among the 2 ranks of a tensor-parallel"),
+    ],
+    ids=["float16", "opt", "tensor parallel"],
+)
+def test_an_order_is_refused_with_the_model_or_dtype_that_has_no_support(
+    model: Path,
+    tmp_path: Path,
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+    flag: str,
+    reason: str,
+) -> None:
+    if family:
+        model = tmp_path / "tiny"
+        tiny_model(family, model)
+        write_tiny_tokenizer(model)
+    with tiny_server(model, run_dir, flag) as server:
+        assert migrate(server, "decode-0", "prefill-0", "--heads=1") == 1
+    told = capsys.readouterr().err
+    assert "KV heads neither leave nor come to decode-0: " in told
+    assert reason in told
+
+
 def test_modules_go_to_another_host_and_back_and_the_loss_of_the_host_costs_no_answer(
     nodes: dict[str, Server], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,11 +134,12 @@ class DecoderModel:
     def why_not_helped(self) -> str:
         """The reason why no helper can have modules of this model; empty if a helper can have some."""
         if self._library is None:
-            return (
-                f"{self.computed_by} computes on {self.device.type}; the CPU's own kernels alone can do that"
-            )
+            what = f"this model: {self.fallback_reason}"
+            if self.device.type != "cpu":
+                what = f"on {self.device.type}"
+            return f"only the CPU's own kernels compute with a helper, and {self.computed_by} computes {what}"
         if self.shard is not None:
-            return "its heads are divided among ranks"
+            return f"its heads are divided among the {self.shard.size} ranks of a tensor-parallel group"
         if len(self.layers) < self.spec.num_layers:
             return "its layers are divided among stages"
         return ""

@@ -81,7 +81,7 @@ class ModelSpec:
     def why_no_kernels(self) -> str:
         """The reason why only torch can compute such layers; empty if the project's kernels may do so."""
         needed = f"LayerNorms, learned positions and plain MLPs, which {self.architecture} needs"
-        return f"they have no {needed}" if self.is_opt else ""
+        return f"the project's kernels have no {needed}" if self.is_opt else ""
 
     def layer_sliding_window(self, layer: int) -> int | None:
         """Return the number of tokens that a query of `layer` sees, its own included; None if all."""

@@ -276,7 +276,8 @@ def test_only_single_tokens_within_the_buckets_are_computed_by_graphs() -> None:
         (
             {"is_opt": True},
             torch.float32,
-            "they have no LayerNorms, learned positions and plain MLPs, which LlamaForCausalLM needs",
+            "the project's kernels have no LayerNorms, learned positions and plain MLPs, which"
+            " LlamaForCausalLM needs",
         ),
         ({}, torch.float64, "torch.float64 is not one of torch.float32, torch.bfloat16, torch.float16"),
     ],
