@@ -192,7 +192,7 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "num_requests": len(instance.requests),
         "num_assigned_tokens": instance.num_assigned_tokens,
         "num_device_pages": instance.num_device_pages,
-        "moved": instance.modules.part.what if instance.modules.helper else "",
+        "moved": instance.modules.part.what if instance.modules.part else "",
         "helper": instance.modules.helper,
     }
     return shown if instance.heartbeat is None else shown | _reported(instance.heartbeat)

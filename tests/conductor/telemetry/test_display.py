@@ -1,8 +1,11 @@
 """The state that the dashboard shows, and its cost."""
 
+import re
 import time
+from importlib.resources import files
 
 import msgspec
+import pytest
 
 from conductor.effects import ToConductor
 from conductor.settings import Limits
@@ -12,11 +15,13 @@ from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.fronts import KeepContext, Submit
 from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.kv_events import KVStored
+from mooncake.messages.migration import LayerRange, ModulesPart, ModulesPlace
 from mooncake.messages.pools import PeerStats, Tier
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import Finished, Leave, Prefilled, Reserved, Role
 from tests.conductor.small_cluster import (
     D0,
+    EPOCH,
     FRONT,
     GRANT,
     P0,
@@ -98,6 +103,46 @@ def test_nothing_changes_by_time_alone() -> None:
     before = msgspec.json.encode(shown.display.state(no_tokens))
     shown.conductor.tick(2.0)
     assert msgspec.json.encode(shown.display.state(no_tokens)) == before
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        (ModulesPart(1), "1 of the KV heads"),
+        (ModulesPart(layers=LayerRange(0, 1)), "layers 0:1"),
+        (ModulesPart(share=0.5), "the first 50% of sequences"),
+    ],
+    ids=["heads", "layers", "sequences"],
+)
+def test_an_instance_shows_which_of_its_modules_are_at_which_helper(part: ModulesPart, what: str) -> None:
+    shown = Shown()
+
+    def modules_of(name: str) -> tuple[str, str]:
+        [one] = [one for one in shown.display.state(no_tokens)["instances"] if one["name"] == name]
+        return one["moved"], one["helper"]
+
+    def beat(place: ModulesPlace) -> None:
+        shown.hear(D0, Heartbeat(1, 2, 3, {"d0": POOL}, modules=place))
+
+    assert modules_of("d0") == ("", ""), "before its first heartbeat"
+    beat(ModulesPlace())
+    assert modules_of("d0") == ("", "")
+    beat(ModulesPlace(EPOCH, 1, "d1", is_moving=True))
+    assert modules_of("d0") == ("", "d1"), "which has nothing yet"
+    beat(ModulesPlace(EPOCH, 1, "d1", part))
+    assert modules_of("d0") == (what, "d1")
+    assert modules_of("p0") == ("", "")
+    beat(ModulesPlace(EPOCH, 2))
+    assert modules_of("d0") == ("", "")
+
+
+def test_the_page_reads_of_an_instance_what_the_state_has_of_it() -> None:
+    shown = Shown()
+    shown.hear(D0, Heartbeat(1, 2, 3, {"d0": POOL}))
+    [instance] = [one for one in shown.display.state(no_tokens)["instances"] if one["name"] == "d0"]
+    page = files("conductor.front.routes.dashboard").joinpath("app.js").read_text()
+    read = set(re.findall(r"\binstance\.(\w+)", page))
+    assert {"moved", "helper"} <= read <= set(instance)
 
 
 def test_an_open_page_costs_at_most_one_percent_of_a_core() -> None:

@@ -65,6 +65,12 @@ function progress(instance) {
   return `${instance.state}: ${left.join(", ")}`;
 }
 
+// What of an instance is at its helper, or about to be there; empty if it has all of its modules.
+function elsewhere(instance) {
+  if (!instance.helper) return "";
+  return instance.moved ? `${instance.moved} at ${instance.helper}` : `modules move to ${instance.helper}`;
+}
+
 const named = (state, name) => state.instances.find((instance) => instance.name === name);
 
 function drawInstances(state) {
@@ -78,7 +84,7 @@ function drawInstances(state) {
     ].filter(Boolean);
     return element("tr", {},
       cell(instance.name), cell(instance.next_role ? `${instance.role} → ${instance.next_role}` : instance.role, instance.role),
-      cell(instance.helper ? `${instance.engine}; ${instance.moved} at ${instance.helper}` : instance.engine),
+      cell([instance.engine, elsewhere(instance)].filter(Boolean).join("; ")),
       number(instance.num_running), number(instance.num_waiting), number(instance.num_assigned_tokens),
       number(rate((past) => named(past, instance.name)?.num_decoded_tokens)),
       share(instance.num_device_pages - instance.num_free_device_pages, instance.num_device_pages),
