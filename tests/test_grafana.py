@@ -42,3 +42,17 @@ def test_panels_do_not_overlap_and_say_what_they_show() -> None:
 def test_all_kinds_of_modules_at_helpers_are_shown() -> None:
     moved = set(re.findall("mooncake_instance_moved_[a-z_]+", instance_text([], "model")))
     assert moved == set(re.findall("mooncake_instance_moved_[a-z_]+", GENERATOR["rendered"]("instances")))
+
+
+def test_lines_of_modules_name_the_instance_and_its_helper() -> None:
+    targets = [
+        target
+        for panel in json.loads(GENERATOR["rendered"]("instances"))["panels"]
+        for target in panel["targets"]
+        if "mooncake_instance_moved_" in target["expr"]
+    ]
+    assert targets
+    for target in targets:
+        [by] = re.findall(r"sum by \(([a-z, ]+)\)", target["expr"])
+        assert by == "instance, helper"
+        assert re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]) == ["instance", "helper"]

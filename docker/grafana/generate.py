@@ -43,6 +43,11 @@ def rates(counter: str, *labels: str, where: str = "") -> dict[str, str]:
     return {f"sum by ({', '.join(labels)}) (rate({counter}{where}{RATE}))": legend}
 
 
+def moved(gauge: str) -> str:
+    """Return the query for a gauge of modules that are at helpers, by instance and helper."""
+    return f"sum by (instance, helper) ({gauge}) > 0"
+
+
 OVERVIEW = [
     Chart(
         "Requests by their end",
@@ -241,15 +246,17 @@ INSTANCES = [
         "KV heads and layers at helpers",
         "short",
         {
-            "sum by (instance) (mooncake_instance_moved_heads)": "{{instance}}: KV heads",
-            "sum by (instance) (mooncake_instance_moved_layers)": "{{instance}}: layers",
+            moved("mooncake_instance_moved_heads"): "KV heads of {{instance}} at {{helper}}",
+            moved("mooncake_instance_moved_layers"): "layers of {{instance}} at {{helper}}",
         },
+        "An instance that has all of them itself has no line.",
     ),
     Chart(
         "Sequences at helpers",
         "percentunit",
-        {"sum by (instance) (mooncake_instance_moved_sequence_ratio)": "{{instance}}"},
-        "The share of each long sequence whose KVCache is to be at a helper.",
+        {moved("mooncake_instance_moved_sequence_ratio"): "{{instance}} at {{helper}}"},
+        "The share of each long sequence whose KVCache is to be at a helper. An instance that has all of it"
+        " itself has no line.",
     ),
     Chart(
         "Moves of KV heads, layers and sequences",
