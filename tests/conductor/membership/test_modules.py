@@ -1,6 +1,5 @@
 """Orders to move modules: what is refused and why, and what is known of where they are."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -183,7 +182,7 @@ def _switch(conductor: Conductor) -> None:
     """Let "b" begin to change its role. A request whose prompt is being computed keeps it from the end."""
     b = conductor.instances.get("b")
     assert b is not None
-    for number in itertools.count():
+    for number in range(10):
         effects = conductor.handle(FRONT, Submit(request(f"r{number}")), 1.0)
         [placed] = [effect.peer for effect in effects if isinstance(effect.message, Reserve)]
         if placed == B:
