@@ -179,5 +179,8 @@ def test_prompts_of_the_moved_modules_fit_their_model(model: str, name: str) -> 
 
 
 def test_gains_above_what_all_devices_as_one_serve_are_named() -> None:
-    gains = [[figure, most, 1.3, most, 1.9, "80%"] for figure, most in (("8", 1.2), ("9", 3.9), ("10", 1.3))]
+    gains = [
+        [figure, most, 0.9, 1.3, most, 1.2, 1.9, "80%"]
+        for figure, most in (("8", 1.2), ("9", 3.9), ("10", 1.3))
+    ]
     assert "above that: 9; within it: 8, 10." in modules.remark(Outcome([Table([], gains)]))

@@ -213,6 +213,8 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--inlining", action="store_true", help=inlining_help)
     rebalance_help = "change roles as the load does, and move running requests where SLOs want it"
     group.add_argument("--rebalance", action="store_true", dest="rebalancing", help=rebalance_help)
+    move_help = "layers of decode instances move to less used instances (BanaServe's Algorithm 1)"
+    group.add_argument("--move-layers", action="store_true", dest="moves_layers", help=move_help)
     join_help = "an instance of this role joins then (prefill, decode or both)"
     group.add_argument("--join", type=_join, nargs="+", dest="joins", metavar="SECONDS:ROLE", help=join_help)
     leave_help = "an instance drains and leaves then (such as decode-0)"

@@ -16,6 +16,7 @@ from benchmarks.tools.simulator.cluster.cluster import UNLIMITED, DisaggregatedC
 from benchmarks.tools.simulator.cluster.coupled_cluster import CoupledCluster
 from benchmarks.tools.simulator.cluster.machines.cards import GBPS, STATED, hardware_card, model_card
 from benchmarks.tools.simulator.cluster.machines.costs import Costs, Profiled, PromptShare, Roofline
+from benchmarks.tools.simulator.cluster.moved_layers import LayerMoves, SharedDevices
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.simulator.report import SimulatedRun
@@ -67,6 +68,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Whether decode instances also compute prompts, where that adds the least waiting."""
     rebalancing: bool = False
     """Whether roles of instances follow the load, and requests move between decode instances."""
+    moves_layers: bool = False
+    """Whether layers of decode instances move to other instances, as BanaServe's Algorithm 1 says."""
     joins: tuple[Join, ...] = ()
     """Instances that join later."""
     leaves: tuple[Leave, ...] = ()
@@ -112,6 +115,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 "+".join(filter(None, (pairs, both)))
                 + (", inlining" if self.inlining else "")
                 + (", rebalancing" if self.rebalancing else "")
+                + (", layers move" if self.moves_layers else "")
             )
         return f"{self.num_coupled} coupled" + (
             f", chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
@@ -153,6 +157,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 "a cluster has prefill and decode instances, some with both roles, or coupled ones: say how"
                 " many of which"
             )
+        is_not_fixed = self.num_both or self.inlining or self.rebalancing or self.joins or self.leaves
+        if self.moves_layers and (is_not_fixed or not has_pairs):
+            raise ConfigError("layers move only in a fixed division into prefill and decode instances")
         num_instances = self.num_prefill + self.num_decode + len(self.joins)
         if self.rebalancing and not self.num_coupled and num_instances < 3:
             raise ConfigError("no role can change among two instances: each stage keeps one")
@@ -193,14 +200,24 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             has_inlining=self.inlining,
             load_threshold=self.load_threshold,
         )
+        devices = SharedDevices({}) if self.moves_layers else None
+        moves = None if devices is None else LayerMoves(devices, shape)
+
+        def each_second(cluster: DisaggregatedCluster) -> None:
+            if moves is not None:
+                moves.each_second(cluster)
+            if on_second is not None:
+                on_second(cluster)
+
         cluster = DisaggregatedCluster(
             shape,
             self.num_prefill,
             self.num_decode,
             limits,
             settings,
-            on_second=on_second or (lambda cluster: None),
+            on_second=each_second,
             num_both=self.num_both,
+            machine=devices,
         )
         for join in self.joins:
             cluster.join_at(join.at_s, join.role)

@@ -84,8 +84,9 @@ class _CountedRequest(Request, frozen=True):
 class DisaggregatedCluster:
     """A cluster of `num_prefill`, `num_decode` and `num_both` instances under the Conductor.
 
-    `on_second` is called each second. `max_tokens` is the limit of output tokens that clients set; the
-    Conductor does not know the true length of an answer.
+    `machine` is the machine that all instances share; if it is None, each has one of its own, unless `shape`
+    has slowdowns. `on_second` is called each second. `max_tokens` is the limit of output tokens that clients
+    set; the Conductor does not know the true length of an answer.
     """
 
     def __init__(
@@ -98,11 +99,14 @@ class DisaggregatedCluster:
         max_tokens: int = 2048,
         on_second: Callable[["DisaggregatedCluster"], None] = lambda cluster: None,
         num_both: int = 0,
+        machine: Machine | None = None,
     ) -> None:
         self.clock = Clock()
         self.conductor = Conductor(1, FINGERPRINT, limits, settings, shape.costs.profiled)
         self.results = Results(shape.jitter)
-        self._machine = Machine({}) if shape.slowdowns is not None else None
+        if machine is None and shape.slowdowns is not None:
+            machine = Machine({})
+        self.machine = machine
         self.limits, self._settings = limits, settings
         self._shape, self._max_tokens, self._on_second = shape, max_tokens, on_second
         self._num_device_blocks = shape.num_device_blocks
@@ -205,8 +209,8 @@ class DisaggregatedCluster:
 
     def _add_node(self, name: str, role: Role) -> Node:
         shape, identity = self._shape, f"{name}#{INCARNATION}".encode()
-        if shape.slowdowns is not None and self._machine is not None:
-            self._machine.slowdown[name] = shape.slowdowns[role is not Role.PREFILL]
+        if shape.slowdowns is not None and self.machine is not None:
+            self.machine.slowdown[name] = shape.slowdowns[role is not Role.PREFILL]
         node = self._nodes[name] = Node(
             name,
             role,
@@ -224,7 +228,7 @@ class DisaggregatedCluster:
             shape.hardware.pcie_bytes_per_s * shape.efficiencies.pcie,
             lambda message: self.clock.after(MESSAGE_S, self._tell, identity, message),
             self._nodes,
-            self._machine,
+            self.machine,
         )
         return node
 
