@@ -117,7 +117,9 @@ class Conductor:
         self._leaving = Leaving(
             self._requests, emptier, self.evacuation, self.roles, self._fronts, self._modules
         )
-        self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations, self._modules)
+        self._operators = Operators(
+            epoch, self.instances, self._leaving, self.roles, self.migrations, self._modules
+        )
         self._losses = Losses(self._requests, self._reports, self._resumption, self.roles, self._fronts)
         self._joining = Joining(
             fingerprint,

@@ -24,11 +24,18 @@ from mooncake.messages.workers import InstanceState
 
 
 class Operators:
-    """Carries out or refuses the orders of operators."""
+    """Carries out or refuses the orders of operators. `epoch` is the Conductor's epoch."""
 
     def __init__(
-        self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations, modules: Modules
+        self,
+        epoch: int,
+        instances: Instances,
+        leaving: Leaving,
+        roles: Roles,
+        migrations: Migrations,
+        modules: Modules,
     ) -> None:
+        self._epoch = epoch
         self._instances, self._leaving, self._roles = instances, leaving, roles
         self._migrations, self._modules = migrations, modules
 
@@ -39,7 +46,7 @@ class Operators:
         """
         if isinstance(order, ListInstances):
             all_of_them = [status_of(instance, now_s) for instance in self._instances]
-            return [Effect(sender, InstanceList(order.order, all_of_them))]
+            return [Effect(sender, InstanceList(order.order, all_of_them, self._epoch))]
         if isinstance(order, Migrate):
             return self._migrations.on_migrate(sender, order, now_s)
         instance = self._instances.get(order.instance)

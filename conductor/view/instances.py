@@ -146,8 +146,14 @@ class Instance:
 
     @property
     def modules(self) -> ModulesPlace:
-        """The place of the instance's modules, as of the latest heartbeat."""
-        return ModulesPlace() if self.heartbeat is None else self.heartbeat.modules
+        """The place of the instance's modules, as of the latest heartbeat.
+
+        Modules of a session that has registered before count as moving until its first heartbeat: they may
+        be at a helper.
+        """
+        if self.heartbeat is not None:
+            return self.heartbeat.modules
+        return ModulesPlace(is_moving=self.registration.epoch != 0)
 
     @property
     def num_device_pages(self) -> int:

@@ -5,6 +5,7 @@ They send an order to a front, and wait until it is carried out. Ctrl-C ends the
 Owns: these commands, their output. Does not know: how an instance drains or switches its role.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,13 +28,22 @@ POLL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 MOST_MISSED_S = 10.0
 """The longest silence, in seconds, of a front that has answered before."""
+REGISTERED_AGAIN_S = 10.0
+"""Seconds within which running instances register with another Conductor."""
 
 
 _Body = TypeVar("_Body")
 
 
-class _ListOfInstances(msgspec.Struct):
+class ListOfInstances(msgspec.Struct):
+    """The registered instances, as the Conductor of this `epoch` knows them."""
+
     instances: list[InstanceStatus]
+    epoch: int = 0
+
+    def get(self, name: str) -> InstanceStatus | None:
+        """Return the status of an instance; None if it is not registered."""
+        return next((one for one in self.instances if one.name == name), None)
 
 
 class _ErrorText(msgspec.Struct):
@@ -68,10 +78,9 @@ class AdminClient:
         except (httpx.InvalidURL, ValueError) as error:
             raise MooncakeError(f"--url {url}: {error}") from None
 
-    def instances(self) -> dict[str, InstanceStatus]:
-        """Return all registered instances by name. Raises MooncakeError."""
-        answer = self._ask("GET", "/instances")
-        return {one.name: one for one in self._read(answer, _ListOfInstances).instances}
+    def instances(self) -> ListOfInstances:
+        """Return all registered instances. Raises MooncakeError."""
+        return self._read(self._ask("GET", "/instances"), ListOfInstances)
 
     def drain(self, name: str, *, force: bool) -> None:
         """Order an instance to drain; with `force` even if it is the last one for prefill or for decode.
@@ -219,16 +228,23 @@ def _wait(
 
     `goes_on` is the text for an interrupted wait. `shown` returns the present step and a count for the
     display. Returns the exit code.
+
+    An instance that is not registered has not left or been lost for that reason if another Conductor has just
+    taken over.
     """
+    epoch, registered_by_s = client.instances().epoch, -math.inf
     order()
     answered_s = time.monotonic()
     try:
         with StepDisplay() as display:
             while True:
                 try:
-                    status = client.instances().get(name)
-                    answered_s = time.monotonic()
-                    if (end := end_of(status)) is not None:
+                    listed = client.instances()
+                    status, answered_s = listed.get(name), time.monotonic()
+                    if listed.epoch != epoch:
+                        epoch, registered_by_s = listed.epoch, answered_s + REGISTERED_AGAIN_S
+                    may_come = status is None and answered_s < registered_by_s
+                    if not may_come and (end := end_of(status)) is not None:
                         break
                     if status is not None:
                         step, count = shown(status)

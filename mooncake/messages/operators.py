@@ -114,6 +114,8 @@ class InstanceList(msgspec.Struct, tag=True, frozen=True):
 
     order: Count
     instances: list[InstanceStatus]
+    epoch: int = 0
+    """The number of the Conductor's life. Instances of an earlier Conductor may not be registered yet."""
 
 
 class Migrates(msgspec.Struct, tag=True, frozen=True):

@@ -70,7 +70,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     async def instances() -> Response:
         answer = await link.order(ListInstances)
         assert isinstance(answer, InstanceList)
-        return _json({"instances": answer.instances})
+        return _json({"instances": answer.instances, "epoch": answer.epoch})
 
     @router.post("/instances/{name}/drain")
     async def drain(name: str, force: bool = False, stay: bool = False) -> Response:

@@ -235,7 +235,7 @@ class FakeCluster:
                         source = "d0" if request_id == "r" else None
                         await self.to_front(Migrates(order, source, None if refusal else instance, refusal))
                     case ListInstances(order):
-                        await self.to_front(InstanceList(order, [ONLY_INSTANCE]))
+                        await self.to_front(InstanceList(order, [ONLY_INSTANCE], epoch=3))
                     case Drain(order, instance) | ChangeRole(order, instance):
                         self.orders.append(message)
                         status = ONLY_INSTANCE if instance == ONLY_INSTANCE.name else None

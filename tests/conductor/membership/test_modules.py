@@ -14,7 +14,7 @@ from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.fronts import ClusterState, Rejected, Submit
 from mooncake.messages.migration import LayerRange, ModulesPart, ModulesPlace, ModulesSupport, PlaceModules
-from mooncake.messages.operators import ChangeRole, Drain, MoveModules, Ordered
+from mooncake.messages.operators import ChangeRole, Drain, InstanceList, ListInstances, MoveModules, Ordered
 from mooncake.messages.pools import Capacity, PoolShard
 from mooncake.messages.workers import InstanceState, Register, Reserve, Reserved, Retire, Retired, Role
 from tests.conductor.small_cluster import (
@@ -456,3 +456,18 @@ def test_another_conductor_learns_where_modules_are(conductor: Conductor) -> Non
     tell(conductor, A, ModulesPlace(EPOCH - 1, 9, "b", ModulesPart(2)))
     answer, [placed] = order(conductor, "a", "b", 0)
     assert (answer.refusal, placed.part) == ("", ModulesPart())
+
+
+def test_modules_of_an_earlier_conductors_instance_move_until_its_first_heartbeat(
+    conductor: Conductor,
+) -> None:
+    again = peer_identity("a", 2)
+    conductor.handle(again, able("a", incarnation=2, epoch=EPOCH - 1), 1.0)
+    answer, orders = order(conductor, "a", "b", 1)
+    assert (answer.refusal, orders) == ("modules of a are moving already", [])
+    [listed] = conductor.handle(FRONT, ListInstances(2), 1.0)
+    assert isinstance(listed.message, InstanceList)
+    assert listed.message.epoch == EPOCH
+    assert [one.name for one in listed.message.instances if one.modules.is_moving] == ["a"]
+    tell(conductor, again, ModulesPlace())
+    assert order(conductor, "a", "b", 1)[0].refusal == ""

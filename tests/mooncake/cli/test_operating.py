@@ -22,13 +22,20 @@ def status(state: str, role: Role = Role.DECODE, **fields: int) -> InstanceStatu
     return InstanceStatus("decode-0", role, InstanceState(state), fields.pop("num_requests", 0), **fields)
 
 
+class Restart:
+    """The end of a Conductor, and the begin of another one."""
+
+
 class Server:
-    """Answers an order, and then tells one list of instances after the other, the last one for ever."""
+    """Tells one list of instances after the other, the last one for ever, and answers an order.
+
+    Behind a `Restart` another Conductor has the instances.
+    """
 
     def __init__(
-        self, *lists: list[InstanceStatus] | Exception, refusal: httpx.Response | None = None
+        self, *lists: list[InstanceStatus] | Exception | Restart, refusal: httpx.Response | None = None
     ) -> None:
-        self._lists, self._refusal = list(lists), refusal
+        self._lists, self._refusal, self._epoch = list(lists), refusal, 1
         self.orders: list[str] = []
         self.key: str | None = None
 
@@ -40,10 +47,13 @@ class Server:
         if request.method == "POST":
             self.orders.append(str(request.url).removeprefix(URL))
             return self._refusal or httpx.Response(200, content=b"{}")
+        while isinstance(self._lists[0], Restart):
+            self._epoch += 1
+            del self._lists[0]
         told = self._lists.pop(0) if len(self._lists) > 1 else self._lists[0]
         if isinstance(told, Exception):
             raise told
-        return httpx.Response(200, content=msgspec.json.encode({"instances": told}))
+        return httpx.Response(200, content=msgspec.json.encode({"instances": told, "epoch": self._epoch}))
 
 
 def refusal(status_code: int, message: str, code: str | None = None) -> httpx.Response:
@@ -157,6 +167,25 @@ def test_a_move_that_fails_is_an_error(then: list[InstanceStatus], told: str) ->
     server = Server(moved(is_moving=True), then)
     with pytest.raises(MooncakeError, match=told):
         migrate(server.client(), "decode-0", "d1", ModulesPart(1))
+
+
+def test_an_instance_that_another_conductor_does_not_know_yet_has_not_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = Server(moved(is_moving=True), Restart(), [], [], moved("d1", TAIL))
+    assert migrate(server.client(), "decode-0", "d1", part_of(TAIL)) == 0
+    assert capsys.readouterr().out == "layers 3:8 of decode-0 are at d1; decode-0 has 100 pages\n"
+    server = Server([status("draining")], Restart(), [], [status("serving")])
+    with pytest.raises(MooncakeError, match="decode-0 is serving again: the order was taken back, or lost"):
+        drain(server.client(), "decode-0", force=False)
+
+
+def test_an_instance_that_does_not_register_with_another_conductor_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operating, "REGISTERED_AGAIN_S", 0.0)
+    with pytest.raises(MooncakeError, match="decode-0 is lost"):
+        migrate(Server(moved(is_moving=True), Restart(), []).client(), "decode-0", "d1", ModulesPart(1))
 
 
 @pytest.mark.parametrize(

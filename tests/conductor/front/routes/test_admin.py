@@ -58,7 +58,7 @@ def order(front: Running, path: str, **query: str) -> httpx.Response:
 
 def test_an_operator_sees_all_instances(front: Running) -> None:
     answer = httpx.get(f"{front.url}/admin/instances", timeout=DEADLINE_S)
-    assert (answer.status_code, answer.json()) == (200, {"instances": [STATUS]})
+    assert (answer.status_code, answer.json()) == (200, {"instances": [STATUS], "epoch": 3})
 
 
 def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> None:
