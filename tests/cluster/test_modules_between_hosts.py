@@ -9,22 +9,19 @@ import os
 import random
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mooncake.security.keys import ClusterKey
 from tests.chaos.host_server import HostServer
 from tests.chaos.network import Network, Place, Unavailable, hosts
-from tests.cluster.harness import HTTP, Server, eventually
-from tests.cluster.test_moved_modules import LONG, NUM_LONG, PAGE_BYTES, instance, migrate
-from tests.cluster.tiny_cluster import SMALL, body, complete, post, samples, text_of, tiny_server
-from tests.deadline import DEADLINE_S
+from tests.cluster.harness import Server, eventually
+from tests.cluster.moving import Asked, Clients, come_back, modules_place, move, order_back
+from tests.cluster.test_moved_modules import LONG, NUM_LONG, PAGE_BYTES
+from tests.cluster.tiny_cluster import SMALL, body, complete, samples, text_of, tiny_server
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
@@ -36,8 +33,6 @@ PROMPTS = [list(range(3 + index, 30 + 3 * index)) for index in range(3)]
 NUM_TOKENS = 150
 OWNER_HOST, HELPER_HOST = "a", "b"
 _MOMENT_S = 1.0
-_PAUSE_S = 0.2
-"""Seconds of a client's pause after an answer, so that other tests have a core."""
 _SLOW_RATE, _LONGEST_WAIT = "10mbit", "400ms"
 
 
@@ -54,10 +49,15 @@ class Cluster:
     def conductor(self) -> Server:
         return self.nodes["conductor"]
 
-    def place(self) -> dict[str, Any]:
-        """Return where the owner's modules are; nothing while it is not registered."""
-        found: dict[str, Any] = instance(self.conductor, "decode-0").get("modules", {})
-        return found
+    def clients(self) -> Clients:
+        """Return clients of this cluster.
+
+        A long request may be refused, or fail as an instance is lost, while it fits nowhere.
+        """
+        known = zip(PROMPTS, self.expected, strict=True)
+        asked = [Asked(body(prompt, NUM_TOKENS), text) for prompt, text in known]
+        long = Asked(body(LONG, num_tokens=NUM_LONG), self.expected_long, may_be_refused=True)
+        return Clients(self.conductor, [*asked, long])
 
     def signal(self, name: str, signum: signal.Signals) -> None:
         os.kill(self.nodes[name].pid_of(name), signum)
@@ -73,7 +73,7 @@ class Cluster:
 
     def wait_until_alone(self) -> None:
         """Wait until the owner has all of its modules."""
-        eventually(lambda: self.place().get("helper") == "", "all modules are at the owner")
+        eventually(lambda: modules_place(self.conductor).get("helper") == "", "all modules are at the owner")
 
     def wait_until_idle(self) -> None:
         """Wait until all instances serve with their own pages, all free, and no page of a pool is in use."""
@@ -148,56 +148,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-class Clients:
-    """Clients that ask again and again, one for each prompt, and check each answer. Use as a context manager.
-
-    A long request may be refused, or fail as an instance is lost, while it fits nowhere.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._over = cluster, threading.Event()
-        self.num_answers = 0
-
-    def __enter__(self) -> "Clients":
-        known = zip(PROMPTS, self._cluster.expected, strict=True)
-        asked = [(body(prompt, NUM_TOKENS), text, False) for prompt, text in known]
-        asked.append((body(LONG, num_tokens=NUM_LONG), self._cluster.expected_long, True))
-        self._threads = ThreadPoolExecutor(len(asked))
-        self._clients = [self._threads.submit(self._ask, *one) for one in asked]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._threads.shutdown()
-        for client in self._clients:
-            client.result()
-
-    def _ask(self, content: dict[str, object], expected: str, is_long: bool) -> None:
-        while not self._over.is_set():
-            answer = post(self._cluster.conductor, content)
-            if not (is_long and answer.status_code in (400, 503)):
-                assert answer.status_code == 200, answer.text
-                assert text_of(answer.json()) == expected
-                self.num_answers += 1
-            self._over.wait(_PAUSE_S)
-
-    def go_on_for(self, seconds: float) -> None:
-        """Let the clients go on for a while."""
-        self._over.wait(seconds)
-
-    def wait_for_more(self) -> None:
-        """Wait for further answers, as many as there are clients."""
-        least = self.num_answers + len(self._clients)
-
-        def are_there() -> bool:
-            for client in self._clients:
-                if client.done():
-                    client.result()
-            return self.num_answers >= least
-
-        eventually(are_there, "there are further answers")
-
-
 def _killed(name: str) -> Callable[[Cluster, Clients, random.Random], None]:
     return lambda cluster, clients, rng: cluster.signal(name, signal.SIGKILL)
 
@@ -239,36 +189,17 @@ FAULTS = {
 """What happens while modules are away. Each returns when it is over."""
 
 
-def move(cluster: Cluster, part: str) -> None:
-    """Move a part to the helper, and wait until it is there. It has room once its own requests have ended."""
-    eventually(lambda: migrate(cluster.conductor, "decode-0", "decode-1", part) == 0, f"{part} is away")
-
-
-def come_back(cluster: Cluster) -> None:
-    """Order all modules back unless they are. An owner of which the Conductor has not noticed yet that it is
-    lost carries out no order."""
-
-    def are_back() -> bool:
-        if cluster.place().get("helper"):
-            migrate(cluster.conductor, "decode-0", "decode-1", "--back")
-        place = cluster.place()
-        return place.get("helper") == "" and not place["is_moving"]
-
-    eventually(are_back, "all modules are at the owner")
-
-
 def go_through(cluster: Cluster, part: str, fault: str, rng: random.Random) -> None:
     """Let a fault happen under load, with the modules away, maybe while they are ordered back."""
-    move(cluster, part)
-    with Clients(cluster) as clients:
+    move(cluster.conductor, part)
+    with cluster.clients() as clients:
         clients.wait_for_more()
         clients.go_on_for(rng.uniform(0, _MOMENT_S))
         if rng.random() < 0.5:
-            back = f"{cluster.conductor.url}/admin/instances/decode-0/back?from=decode-1"
-            HTTP.post(back, timeout=DEADLINE_S)
+            order_back(cluster.conductor)
         FAULTS[fault](cluster, clients, rng)
         clients.wait_for_more()
-    come_back(cluster)
+    come_back(cluster.conductor)
     cluster.wait_until_idle()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.tiny_models import tiny_model
 from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab
 from tests.workers.mini_cluster import FINGERPRINT, InstanceUnderTest, Sizes
 from tests.workers.references import prompt_of
+from workers.modules import connections
 from workers.modules.connections import Owners
 from workers.modules.hosting import ModulesHost
 
@@ -72,6 +74,8 @@ class Pair:
     path: str
     """The address of the helper."""
     numbers: "itertools.count[int]"
+    listener: socket.socket
+    """The socket at which the helper listens for owners on other hosts."""
     host: ModulesHost
     hosting: "asyncio.Task[None]"
 
@@ -105,9 +109,13 @@ class Pair:
         """End the helper's connections, as if its process had ended."""
         self.hosting.cancel()
         await asyncio.wait([self.hosting])
+        self.listener.shutdown(socket.SHUT_RDWR)  # connections are refused until it listens again
 
     async def restart_helper(self) -> None:
         """Let the helper listen again."""
+        self.listener.listen()
+        if connections.is_remote(self.path):
+            self.path = endpoint_of(self.listener)
         self.hosting = self.lab.group.create_task(self.host.run())
         await asyncio.sleep(0)  # it listens before it waits for anything
 
@@ -138,6 +146,11 @@ class Pair:
         return self.owner.decode.modules
 
 
+def endpoint_of(listener: socket.socket) -> str:
+    """Return the address of a helper for owners on other hosts. It changes with each `listen`."""
+    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
 def hosting(instance: InstanceUnderTest, path: str, owners: Owners | None = None) -> ModulesHost:
     executor = instance.executor
     return ModulesHost(
@@ -165,8 +178,8 @@ async def paired(
             path = str(folder / "modules.sock")
             host = hosting(lab.decodes[1], path, Owners(listener, CLUSTER_KEY))
             task = lab.group.create_task(host.run())
-            endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-            pair = Pair(lab, endpoint if is_remote else path, itertools.count(1), host, task)
+            address = endpoint_of(listener) if is_remote else path
+            pair = Pair(lab, address, itertools.count(1), listener, host, task)
             await until(Path(path).exists)
             yield pair
             pair.hosting.cancel()

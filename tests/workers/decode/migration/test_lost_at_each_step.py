@@ -19,6 +19,7 @@ from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, Pair, Part, paire
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.migration import rearranger
 from workers.decode.migration.kvcache_move import KVCacheMove
+from workers.errors import SessionLostError
 from workers.modules.helper_link import HelperLink
 
 pytestmark = pytest.mark.cluster
@@ -141,6 +142,54 @@ async def test_a_helper_that_ends_at_a_step_costs_no_answer(
             await pair.restart_helper()
         await pair.move(1)
         await pair.move(0)
+
+
+def is_session_lost(step: tuple[str, str], part: Part) -> bool | None:
+    """Return whether the owner's session ends with its helper on another host at a step of a move.
+
+    None if it depends on when the owner learns of the loss: with pages of sequences the switch copies
+    nothing, so that it may still come to its end.
+    """
+    if step in (("there", "asking"), ("there", "hosted"), ("back", "switched"), ("back", "ending")):
+        return False
+    if isinstance(part, float):
+        return None
+    return step[0] != "there" or step[1] == "switched"
+
+
+@pytest.mark.parametrize(("step", "part"), cases(NUM_QUICK))
+async def test_a_helper_on_another_host_that_ends_at_a_step_costs_the_session_while_it_has_modules(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, step: tuple[str, str], part: Part
+) -> None:
+    """Otherwise every answer is right, and modules move again."""
+    pairs, num_running, is_lost = list[Pair](), list[int](), False
+    try:
+        async with paired(start_decode_lab, tmp_path, is_remote=True) as pair:
+
+            async def kill() -> None:
+                num_running.append(pair.owner.decode.num_running)
+                await pair.lose_helper()
+
+            pairs.append(pair)
+            expected = [await tokens_of(decoded.answer) for decoded in begin(pair, "alone")]
+            begun, steps = begin(pair, "moved"), Steps(step, kill)
+            with steps.watched():
+                await there_and_back(pair, steps, part)
+                await until(lambda: steps.is_over)
+                assert [await tokens_of(decoded.answer) for decoded in begun] == expected
+                await until(lambda: not pair.owner.decode.modules.are_elsewhere)
+            assert pair.owner.executor.kv.pages.num_usable == NUM_PAGES
+            assert pair.helper.executor.kv.pages.num_free == NUM_PAGES
+            await pair.restart_helper()
+            await pair.move(part)
+            await pair.move(0)
+    except* SessionLostError:
+        is_lost = True
+    [pair] = pairs
+    if num_running != [0]:  # otherwise no page need be copied
+        assert is_session_lost(step, part) in (is_lost, None)
+    assert not pair.host.num_hosted
+    assert pair.helper.executor.kv.pages.num_free == NUM_PAGES
 
 
 @REMOTE
