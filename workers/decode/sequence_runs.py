@@ -27,6 +27,7 @@ from workers.decode.meter import DecodeMeter
 from workers.decode.migration.source import MigrationSource
 from workers.decode.sequence import Sequence, SequenceState
 from workers.decode.tbt_slo.double_check import HeldTokens
+from workers.errors import SessionLostError
 from workers.execution.jobs import wait_to_end
 from workers.kvcache.shared_prefixes import PrefixTurns
 
@@ -139,7 +140,9 @@ class SequenceRuns:
     async def _generate(self, sequence: Sequence) -> None:
         """Decode a sequence to its end, or until another instance is to continue it.
 
-        The sequence can be preempted any number of times."""
+        The sequence can be preempted any number of times. Raises SessionLostError if the batch's loop has
+        ended before.
+        """
         while sequence.finish_reason is None:
             self._changed.set()
             if sequence.is_wanted_elsewhere:
@@ -155,6 +158,8 @@ class SequenceRuns:
                 return
             if sequence.finish_reason is None:
                 await self._park(sequence)
+                if sequence.state is not SequenceState.OUT:  # it was not preempted
+                    raise SessionLostError("no iteration runs any more")
                 self._batch.enter(sequence)
 
     async def _join(self, sequence: Sequence) -> None:

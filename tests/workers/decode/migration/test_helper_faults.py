@@ -153,6 +153,28 @@ async def test_a_session_ends_if_the_pages_of_a_helper_on_another_host_cannot_be
     assert ended.group_contains(SessionLostError, match="d1 is lost, and with it the KVCache of ")
 
 
+async def test_the_end_of_a_session_in_which_a_prompt_was_to_be_computed_is_no_fault_of_its_request(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper, on another host, stands still in the first pass of an inlined prompt."""
+    helper = Stopped(monkeypatch)
+
+    async def decode() -> None:
+        async with paired(start_decode_lab, tmp_path, is_remote=True) as pair:
+            pair.owner.decode._module_moves._helpers = HelperAccess(CLUSTER_KEY, 0.05)
+            await pair.move(1)
+            pair.begin("inlined", 20, pair.owner, 5)
+            try:
+                await until(lambda: False)
+            finally:
+                helper.go_on()
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await decode()
+    assert ended.group_contains(SessionLostError, match="d1 is lost, and with it the KVCache of ")
+    assert not ended.group_contains(AssertionError)
+
+
 async def test_an_order_that_loses_its_helpers_pages_ends_when_the_helper_is_free_again(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
