@@ -31,6 +31,7 @@ NEW = {
     "MoveModules": "A front sends it only to a Conductor of version 28 or newer.",
     "InstanceStatus.modules": "An older front passes on what it knows to operators.",
     "InstanceStatus.num_device_pages": "As `modules`.",
+    "InstanceList.epoch": "Commands at an older front take missing instances for lost, as before.",
     "WorkFailed.is_refused": "An older Conductor gives the request up, as it is not retryable.",
     "Failed.is_refused": "An older front answers 500, as it did before.",
     "WorkFailed.param": "An older Conductor passes on no name of a field.",
