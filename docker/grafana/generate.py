@@ -45,7 +45,7 @@ def rates(counter: str, *labels: str, where: str = "") -> dict[str, str]:
 
 def moved(gauge: str) -> str:
     """Return the query for a gauge of modules that are at helpers, by instance and helper."""
-    return f"sum by (instance, helper) ({gauge}) > 0"
+    return f"sum by (instance, helper) ({gauge})"
 
 
 OVERVIEW = [
@@ -249,14 +249,14 @@ INSTANCES = [
             moved("mooncake_instance_moved_heads"): "KV heads of {{instance}} at {{helper}}",
             moved("mooncake_instance_moved_layers"): "layers of {{instance}} at {{helper}}",
         },
-        "An instance that has all of them itself has no line.",
+        "An instance that has all of them itself has a line at 0, without a helper.",
     ),
     Chart(
         "Sequences at helpers",
         "percentunit",
         {moved("mooncake_instance_moved_sequence_ratio"): "{{instance}} at {{helper}}"},
         "The share of each long sequence whose KVCache is to be at a helper. An instance that has all of it"
-        " itself has no line.",
+        " itself has a line at 0, without a helper.",
     ),
     Chart(
         "Moves of KV heads, layers and sequences",
