@@ -16,9 +16,9 @@ from benchmarks.tools.simulator.cluster.cluster import UNLIMITED, DisaggregatedC
 from benchmarks.tools.simulator.cluster.coupled_cluster import CoupledCluster
 from benchmarks.tools.simulator.cluster.machines.cards import GBPS, STATED, hardware_card, model_card
 from benchmarks.tools.simulator.cluster.machines.costs import Costs, Profiled, PromptShare, Roofline
-from benchmarks.tools.simulator.cluster.moved_layers import LayerMoves, SharedDevices
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
+from benchmarks.tools.simulator.moved_layers import LayerMoves, SharedDevices
 from benchmarks.tools.simulator.report import SimulatedRun
 from benchmarks.tools.simulator.summary import SLOs, summarize
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest, in_blocks

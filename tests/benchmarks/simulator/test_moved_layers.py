@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
 from benchmarks.tools.simulator.cluster.machines.costs import Profiled
-from benchmarks.tools.simulator.cluster.moved_layers import Place, SharedDevices, TwoStages
+from benchmarks.tools.simulator.moved_layers import Place, SharedDevices, TwoStages
 from benchmarks.tools.simulator.setup import Leave, Setup
 from benchmarks.tools.traces.request import TraceRequest
 from mooncake.errors import ConfigError

@@ -14,8 +14,8 @@ from benchmarks.reproduction.experiment import SEED, Cell, Experiment, Outcome, 
 from benchmarks.tools.simulator.cluster.coupled_cluster import CoupledCluster
 from benchmarks.tools.simulator.cluster.machines.cards import hardware_card, model_card
 from benchmarks.tools.simulator.cluster.machines.costs import Roofline
-from benchmarks.tools.simulator.cluster.moved_layers import PERIOD_S
 from benchmarks.tools.simulator.cluster.requests import Results
+from benchmarks.tools.simulator.moved_layers import PERIOD_S
 from benchmarks.tools.simulator.setup import Setup
 from benchmarks.tools.simulator.summary import summarize
 from benchmarks.tools.traces.request import TraceRequest

@@ -64,7 +64,7 @@ class SharedDevices(Machine):
     """Instances that compute layers of others, and take longer for their own passes meanwhile."""
 
     places: dict[str, Place] = field(default_factory=dict)
-    """Where the layers of an instance are, by its name, if some are at a helper."""
+    """The place of the layers of each owner, by its name."""
 
     def factor(self, name: str) -> float:
         """Return the present factor of an instance's durations."""
