@@ -1,4 +1,6 @@
-"""The decode instances of a host, as devices with modules for Algorithm 1 of BanaServe.
+"""The instances of a host, as devices with modules for Algorithm 1 of BanaServe.
+
+Instances of any role can be helpers. Modules leave only instances that decode.
 
 The compute of an instance is measured by the tokens that it draws, so the measure includes the work of its
 modules at a helper. Here the work of each module is counted for the device that has the module: for a layer
@@ -21,8 +23,7 @@ def devices_by_host(view: ClusterView, instances: Instances, modules: Modules) -
     """Return the devices with movable modules, one list for each host. Unmeasured instances are left out."""
     by_host = defaultdict[str, list[Instance]](list)
     for instance in instances:
-        is_able = instance.role is not Role.PREFILL and instance.state is InstanceState.SERVING
-        if is_able and not instance.registration.modules.why_not:
+        if instance.state is InstanceState.SERVING and not instance.registration.modules.why_not:
             by_host[host_of(instance)].append(instance)
     return [_devices(view, of_host, modules) for of_host in by_host.values()]
 
@@ -79,5 +80,6 @@ def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules)
         beyond = num_pages / max(1, instance.registration.capacity.num_device_pages) - 1
         away = Away(place.helper, Used(computed_away, max(0.0, beyond) * used.memory))
     here = used._replace(compute=used.compute - computed_away)
-    may_give = not place.are_elsewhere and not modules.owners_at(instance)
+    may_give = instance.role is not Role.PREFILL and not place.are_elsewhere
+    may_give = may_give and not modules.owners_at(instance)
     return Device(instance.name, here, movable if may_give else {}, away, sync_s=iteration_s), computed_away

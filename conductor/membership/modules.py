@@ -56,8 +56,8 @@ class Modules:
                 return f"{kind} neither leave nor come to {instance.name}: {reason}"
             if instance.state is not InstanceState.SERVING:
                 return f"{instance.name} is {instance.state.value}"
-            if instance.role is Role.PREFILL:
-                return f"{instance.name} prefills; {kind} move between instances that decode"
+        if owner.role is Role.PREFILL:
+            return f"{owner.name} prefills; only instances that decode have {kind} at helpers"
         if reason := _why_too_many(owner.registration.layout, part):
             return reason
         if not _address_of(owner, helper):

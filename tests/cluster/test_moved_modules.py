@@ -221,6 +221,24 @@ def test_a_killed_process_costs_no_answer_and_leaves_nothing_behind(
     eventually(lambda: is_ready(server), "all instances serve again")
 
 
+@pytest.mark.parametrize("part", ["--heads=2", "--layers=1:3", "--sequences=0.5"])
+def test_a_prefill_instance_is_a_helper_beside_its_prompts(
+    server: Server, clients: Clients, part: str
+) -> None:
+    assert migrate(server, "decode-0", "prefill-0", part) == 0
+    assert instance(server, "decode-0")["modules"]["helper"] == "prefill-0"
+    clients.ask()
+    assert migrate(server, "decode-0", "prefill-0", "--back") == 0
+    wait_for_pages(server, NUM_PAGES, NUM_PAGES)
+    assert migrate(server, "decode-0", "prefill-0", part) == 0
+    clients.ask()
+    os.kill(server.pid_of("prefill-0"), signal.SIGKILL)
+    clients.check()
+    wait_for_pages(server, NUM_PAGES, NUM_PAGES)
+    eventually(lambda: is_ready(server), "all instances serve again")
+    assert instance(server, "decode-0")["modules"]["error"].startswith("prefill-0 is lost")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("part", ["--heads=2", "--layers=1:3"])
 def test_a_helper_that_stands_still_for_a_while_costs_no_answer(

@@ -67,6 +67,12 @@ class PrefillRunner:
         """The prompts to report to another Conductor: those whose results have not been sent."""
         return [Held(ref, HeldStep.PROMPT) for ref in self._jobs.going_on if ref in self._unanswered]
 
+    @property
+    def most_pages(self) -> int:
+        """The most device pages that any prompt here needs, waiting prompts included."""
+        num_tokens = (len(job.order.request.token_ids) for job in self._job_of.values())
+        return -(-max(num_tokens, default=0) // self._stage.page_size)
+
     async def hear(self, message: AboutJob) -> None:
         """Handle a message of later stages.
 

@@ -222,7 +222,7 @@ class LeaderSession:
             self._fingerprint,
             self._executor.model,
             self._executor.kv,
-            lambda: self._decode.most_pages,
+            lambda: max(self._decode.most_pages, self._prefill.most_pages),
             lambda: bool(self._decode.modules.helper),
             None
             if self._modules_listener is None

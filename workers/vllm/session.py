@@ -12,7 +12,7 @@ from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.heartbeats import DecodeLoad, Heartbeat
 from mooncake.messages.kv_events import KVStored
-from mooncake.messages.migration import HandOver, PlaceModules, PreCopy, Prepare, TakeOver
+from mooncake.messages.migration import HandOver, ModulesSupport, PlaceModules, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import SPOKEN, Abort, Decode, Prefill, Register, Reserve, Role, WorkFailed
@@ -152,6 +152,7 @@ class VllmSession:
             device=processor_name(CPUINFO),
             newest_version=SPOKEN.newest,
             least_chunk_tokens=CHUNK_TOKENS,
+            modules=ModulesSupport(why_not=f"{_ENGINE} computes this model"),
         )
 
     def _take_held(self) -> list[Held]:

@@ -101,6 +101,14 @@ def pair(tiny: Path, run_dir: Path, tmp_path: Path) -> Iterator[Server]:
         server.stop()
 
 
+def test_modules_neither_leave_nor_come(pair: Server) -> None:
+    order = f"{pair.url}/admin/instances/decode-0/layers?to=prefill-0&layers=0:1"
+    refused = httpx.post(order, timeout=DEADLINE_S)
+    assert refused.json()["error"]["message"] == (
+        "layers neither leave nor come to decode-0: vLLM computes this model"
+    )
+
+
 def test_prompts_are_prefilled_by_one_and_decoded_by_another(pair: Server, expected: list[list[int]]) -> None:
     free_pages = free_device_pages(pair, 2)
     assert answers(pair) == expected

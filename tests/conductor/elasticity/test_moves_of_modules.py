@@ -47,13 +47,17 @@ def member(name: str, role: Role, host: str, why_not: str) -> Register:
 
 
 class Cluster:
-    """A prefill instance and three that decode, whose orders about modules are carried out at once."""
+    """A prefill instance and three that decode, whose orders about modules are carried out at once.
+
+    The prefill instance is idle, on a host of its own by default.
+    """
 
     def __init__(
         self,
         *,
         moves_modules: bool = True,
         hosts: tuple[str, ...] = ("host", "host", "host"),
+        prefill_host: str = "host of prompts",
         why_not: str = "",
         limits: Limits | None = None,
     ) -> None:
@@ -67,8 +71,10 @@ class Cluster:
         """Instances that refuse to take modules back."""
         self.computing: set[str] = set()
         """Requests whose prompts are computed without end."""
+        self.prefill_use, self.prefill_s = 0.0, 0.0
+        """The share of time in which the prefill instance computes, and its seconds so far."""
         self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
-        self.tell(b"p0#1", member("p0", Role.PREFILL, "host", why_not))
+        self.tell(b"p0#1", member("p0", Role.PREFILL, prefill_host, why_not))
         for name, host in zip(self.places, hosts, strict=True):
             self.tell(f"{name}#1".encode(), member(name, Role.DECODE, host, why_not))
 
@@ -109,14 +115,18 @@ class Cluster:
                 num_tokens, memory = used.get(name, IDLE)
                 self.num_tokens[name] += num_tokens
                 self.beat(name, memory, self.num_tokens[name], place)
-            self.beat("p0", 0.0, 0, ModulesPlace())
+            self.prefill_s += self.prefill_use
+            self.beat("p0", 0.0, 0, ModulesPlace(), self.prefill_s)
             self.carry_out(self.conductor.tick(self.now_s))
 
-    def beat(self, name: str, memory: float, num_tokens: int, place: ModulesPlace) -> None:
+    def beat(
+        self, name: str, memory: float, num_tokens: int, place: ModulesPlace, prefill_s: float = 0.0
+    ) -> None:
         pools = {name: msgspec.structs.replace(POOL, num_pages=NUM_PAGES, num_free=NUM_PAGES)}
         num_free = round((1 - memory) * NUM_PAGES)
         stats = DecodeStats(num_tokens=num_tokens)
-        self.tell(f"{name}#1".encode(), Heartbeat(1, 0, num_free, pools, decode=stats, modules=place))
+        beat = Heartbeat(1, 0, num_free, pools, prefill_s=prefill_s, decode=stats, modules=place)
+        self.tell(f"{name}#1".encode(), beat)
 
 
 def test_layers_of_a_busy_instance_go_to_an_idle_one_once() -> None:
@@ -127,6 +137,19 @@ def test_layers_of_a_busy_instance_go_to_an_idle_one_once() -> None:
     assert order.part.layers is not None
     assert order.part.layers.stop == 30
     assert 8 <= order.part.layers.count <= 15
+
+
+def test_layers_go_to_a_prefill_instance_only_while_it_is_idle() -> None:
+    cluster = Cluster(hosts=("host",), prefill_host="host")
+    cluster.prefill_use = 1.0
+    cluster.pass_seconds(5)
+    cluster.pass_seconds(60, d0=(100, 0.9))
+    assert cluster.orders == []
+    cluster.prefill_use = 0.0
+    cluster.pass_seconds(60, d0=(100, 0.9))
+    [(owner, order)] = cluster.orders
+    assert (owner, order.helper) == ("d0", "p0")
+    assert order.part.layers is not None
 
 
 def test_layers_come_back_when_the_load_is_even_and_do_not_leave_at_once_again() -> None:
@@ -214,4 +237,5 @@ def test_no_module_moves_while_a_role_changes() -> None:
     cluster.tell(FRONT, Cancel("r1"))
     assert switching.role is Role.PREFILL
     cluster.pass_seconds(20, **{busy: BUSY})
-    assert [(owner, order.helper) for owner, order in cluster.orders] == [(busy, idle)]
+    [(owner, order)] = cluster.orders
+    assert (owner, order.helper in (idle, switching.name)) == (busy, True)

@@ -235,7 +235,13 @@ def _to_b(conductor: Conductor) -> None:
             "a and far are on different hosts, and far hosts KV heads of its own host only; set"
             " worker.modules_listen there",
         ),
-        (None, "a", "prefills", 1, "prefills prefills; KV heads move between instances that decode"),
+        (
+            None,
+            "prefills",
+            "a",
+            1,
+            "prefills prefills; only instances that decode have KV heads at helpers",
+        ),
         (_drain, "a", "b", 1, "b is draining"),
         (_drain, "b", "a", 1, "b is draining"),
         (_switch, "a", "b", 1, "b is switching"),
@@ -263,7 +269,7 @@ def test_orders_that_cannot_be_carried_out(
         before(conductor)
     elif helper == "far":
         conductor.handle(peer_identity("far", 1), far(), 0.0)
-    elif helper == "prefills":
+    elif owner == "prefills":
         conductor.handle(peer_identity("prefills", 1), able("prefills", Role.PREFILL), 0.0)
     answer, orders = order(conductor, owner, helper, part)
     assert (answer.refusal, orders) == (refusal, [])
@@ -277,6 +283,18 @@ def test_a_helper_on_another_host_is_reached_at_its_endpoint(conductor: Conducto
         "far and b are on different hosts, and b hosts KV heads of its own host only; set"
         " worker.modules_listen there"
     )
+
+
+def test_a_prefill_instance_is_a_helper_and_keeps_its_role_meanwhile(conductor: Conductor) -> None:
+    identity = peer_identity("prefills", 1)
+    conductor.handle(identity, able("prefills", Role.PREFILL), 0.0)
+    conductor.handle(peer_identity("another", 1), able("another", Role.PREFILL), 0.0)
+    answer, [placed] = order(conductor, "a", "prefills", 1)
+    assert (answer.refusal, placed.helper) == ("", "prefills")
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "prefills", ModulesPart(1)))
+    [effect] = conductor.handle(FRONT, ChangeRole(3, "prefills", Role.DECODE), 3.0)
+    assert isinstance(effect.message, Ordered)
+    assert effect.message.refusal == "prefills has modules of a"
 
 
 def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None:
