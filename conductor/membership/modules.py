@@ -76,8 +76,8 @@ class Modules:
     ) -> list[Effect]:
         """Return the order that moves a part of `owner` to `helper`.
 
-        For an empty part, it is the order to move all modules back. `why_not` must have returned an empty
-        text before.
+        For an empty part, it is the order to move all modules back. To be called only if nothing speaks
+        against the move (`why_not`).
         """
         address = _address_of(owner, helper)
         order = PlaceModules(self._epoch, next(self._numbers), helper.name, address, part)

@@ -166,7 +166,7 @@ class ConductorService:
 async def serve(process: ConductorProcess) -> None:
     """Run the Conductor: open the model's description, wait for leadership, and serve.
 
-    Returns when leadership is lost, or when the task is cancelled.
+    Returns when leadership is lost.
     """
     try:
         await _serve(process)

@@ -112,7 +112,7 @@ class TrackedRequest:
     refused_by: set[str] = field(default_factory=set)
     """The decode instances that have refused the request.
 
-    The set is emptied when the request fails, or joins the admission queue again.
+    The set is emptied when an attempt fails, and when the request joins the admission queue again.
     """
     is_promised: bool = False
     """Whether no prediction may reject the request any more.

@@ -1,11 +1,11 @@
 """Requests of an earlier Conductor, reported by their fronts and by the instances that still have them.
 
     front and all instances of a pair report it  the request goes on there (RESUMING ──> PREFILLING, DECODING)
-    only a front reports it                      it is placed again, and continues the front's output
+    a front reports it, but not a whole pair     it is placed again, and continues the front's output
     only instances report it                     it is ended there
 
-Instances report requests in their registration. If no instance has reported a request, it is placed again.
-That happens as soon as the earlier Conductor's number of instances is registered, or after
+Instances report requests in their registration. If no pair has been reported for a request, it is placed
+again. That happens as soon as the earlier Conductor's number of instances is registered, or after
 `Limits.peer_timeout_s`: by then each living peer has reported. After that time, requests that no front has
 reported are ended.
 
@@ -152,7 +152,7 @@ class Resumption:
         ]
 
     def _place_the_rest(self, now_s: float) -> list[Effect]:
-        """Place again the requests that no instance has any more, once the wait for reports is over."""
+        """Place again the requests that no whole pair has reported, once the wait for reports is over."""
         are_all_back = self._num_before and len(self._instances) >= self._num_before
         if not (self._is_over or are_all_back):
             return []

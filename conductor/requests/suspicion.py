@@ -6,9 +6,10 @@
     two instances have failed in passes
     with only one request in common           that request is *poison*
 
-A suspect is computed in passes of its own. So the next loss, if there is one, tells which suspect is poison.
-A suspect of two losses waits for the reports of these losses before a third instance gets it. If only one
-instance can take a request, `max_attempts` failed lives of this instance count like two failed instances.
+Until its decode instance has drawn a token, a suspect is computed in passes of its own. So the next loss, if
+there is one, tells which suspect is poison. A suspect of two losses waits for the reports of these losses
+before a third instance gets it. If only one instance can take a request, `max_attempts` failed lives of this
+instance count like two failed instances.
 
 Owns: losses of instances, and the requests that may have caused them. Does not know: where requests are,
 instances, messages.

@@ -181,7 +181,8 @@ class WorkerReports:
     ) -> list[Effect]:
         """Handle a refusal in the double check (section 3).
 
-        The request is placed on another decode instance, or rejected.
+        The request is placed on another decode instance, waits in the admission queue, or is rejected. A
+        refusal before DECODING, as only a faulty worker sends it, says nothing about the instance's load.
         """
         if tracked.state is RequestState.DECODING:
             self._admission.learn_refusal(instance, refused.batch_size, refused.predicted_tbt_s, now_s)

@@ -371,7 +371,7 @@ class ClusterView:
         return self.tbt_s(slot, num_requests, num_requests * self._mean_assigned_tokens(slot))
 
     def _mean_assigned_tokens(self, slot: int) -> float:
-        """Return the mean prompt length of all requests that the instance has, decoded or not."""
+        """Return the mean prompt length of the instance's requests, whether or not their decode has begun."""
         return self.loads.num_kv_tokens.item(slot) / max(1.0, self.loads.batch_size.item(slot))
 
     def _mean_decoding_tokens(self, slot: int) -> float:

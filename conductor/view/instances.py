@@ -61,7 +61,8 @@ class Instance:
     emptying: Emptying | None = None
     """The progress of draining or switching; None exactly while `state` is SERVING."""
     requests: dict[str, int] = field(default_factory=dict)
-    """The prompt length in tokens of each request assigned to the instance, as prefill or decode, by id."""
+    """By id, the prompt length in tokens of each request that the instance has, as prefill instance, decode
+    instance or destination of a migration."""
     modules_order: PlaceModules | None = None
     """The latest order that moves the instance's modules, until a heartbeat reports the result."""
     modules_ordered_s: float = 0.0

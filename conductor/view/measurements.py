@@ -41,7 +41,10 @@ class PlainIterations(NamedTuple):
 
 
 def plain_iterations(before: DecodeStats, now: DecodeStats) -> PlainIterations | None:
-    """Return the mean of the iterations between two totals that had no chunks; None if there were none."""
+    """Return the mean of the iterations without chunks of prompts between the totals `before` and `now`.
+
+    The result is None if there were none.
+    """
     num_iterations = now.num_iterations - before.num_iterations
     num_iterations -= now.mixed.num_iterations - before.mixed.num_iterations
     num_tokens = now.num_tokens - before.num_tokens - now.mixed.num_tokens + before.mixed.num_tokens

@@ -22,7 +22,10 @@ def bytes_moved(num_rows: int, num_columns: int, item_bytes: int, *, has_residua
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the norm of each row, computed in torch and float32 and rounded once."""
+    """Return each row divided by its root mean square, times `weight`; computed in float32, rounded once.
+
+    `eps` is added to the mean square.
+    """
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 

@@ -20,7 +20,8 @@ class LowerTier(Protocol):
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the tier accepts blocks. While it accepts none, evicted blocks are lost."""
+        """Whether the tier accepts blocks. While it accepts none, evicted blocks that it does not hold are
+        lost."""
 
     def holds(self, key: BlockKey) -> bool:
         """Return whether the block can be read from this tier."""

@@ -18,10 +18,10 @@ A process may die between any two writes to the table. So each transition writes
 
 Invariants that follow: a page is SEALED only while all of its layers, their checksums and its key are in
 place, so a SEALED page of a dead process can be adopted; and a late write that names an old generation is
-refused, even if the owner died in between. A QUARANTINED page has been given up while it has users: a
-reservation, a lease, or a hold of a transfer, a copy or a writer of an earlier life. It is freed when its
-last user ends. After the owner's death, `adopt` quarantines only pages that a process may still be writing,
-and frees all other pages that are not SEALED.
+refused, even if the owner died in between. A QUARANTINED page has been given up, and is freed when its last
+user ends, at once if it has none. Users are reservations, leases, and holds of a transfer, a copy or a writer
+of an earlier life. After the owner's death, `adopt` quarantines only pages that a process may still be
+writing, and frees all other pages that are not SEALED.
 
 The same table describes the slots of a slab file (`kvstore.ssd.slab`). There the machine may lose power
 between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half

@@ -231,7 +231,7 @@ class _Client:
             self._is_handling = False
 
     def _post(self, answer: FromRemotePool) -> None:
-        """Queue an answer of the session. Raises PoolError if it is too large."""
+        """Queue an answer of the session. Raises PoolError if the answer is too large."""
         self._outbox.append(encode_frame(answer))
         self._num_unanswered -= 1
         if not self._is_handling:

@@ -4,7 +4,8 @@ A lane with capacity takes the next request. So requests spread over streams and
 speed of each, and the requests of a lost lane go to the other lanes. The session fails a transfer if:
 
 - no lane is left;
-- a request has lost several lanes in a row, or a lane that cannot carry the request (`Lane.refused`);
+- a request has lost several lanes in a row, or a lane that cannot carry the request (`Lane.refused`), and no
+  standby path can take the request over;
 - the receiver refuses a write, or has given the grant up.
 
 The owner of a transfer can give it up too: when it is cancelled, or finds its own page damaged.

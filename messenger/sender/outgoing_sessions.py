@@ -1,7 +1,8 @@
 """Sessions with other messengers, opened on demand, and kept until their last lane is lost.
 
-Every path to a messenger has some streams, each kept up by a task: a lost connection is made again, with
-growing pauses, while the other streams carry on. If there are many sessions, idle sessions are given up.
+Every path to a messenger has some streams, each kept up by a task: a lost connection is made again while the
+other streams carry on, at once or, if it failed or was lost soon, after pauses that grow. If there are many
+sessions, idle sessions are given up.
 
 Owns: sessions by address, making and keeping their lanes. Does not know: the content of requests.
 """
@@ -40,7 +41,7 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 1.0
-"""Seconds of the first pause before a lost connection is made again."""
+"""Seconds of the first pause after a connection that failed, was lost soon, or answered nothing."""
 _LONGEST_PAUSE_S = 5.0
 """Seconds of the longest pause between two attempts. A returning peer is noticed after this time at the
 latest."""

@@ -22,7 +22,7 @@ class WriteOutcome(Enum):
     CORRUPT = auto()
     """The write was refused, because the bytes did not match their checksums."""
     FAILED = auto()
-    """The write was refused for another reason, lost with the last lane, or never sent."""
+    """The write was refused for another reason, lost with its lanes, or never sent."""
 
 
 class Urgency(IntEnum):

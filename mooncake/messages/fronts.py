@@ -235,8 +235,9 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one request from one iteration. `position` is the index of the first of these tokens in the
-    output.
+    """Tokens of one request from one iteration, or the first token from a prefill.
+
+    `position` is the index of the first of these tokens in the output.
 
     `logprobs` has one entry a token; it is empty if the request does not want logprobs.
     """

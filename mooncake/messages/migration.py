@@ -222,7 +222,7 @@ class ModulesPlace(msgspec.Struct, frozen=True):
     number: Count = 0
     """The number of the latest order; it was given by the Conductor of this `epoch`."""
     helper: str = ""
-    """The instance that has, or is getting, `part`; empty for none."""
+    """The instance that has `part`, or is getting modules; empty for none."""
     part: ModulesPart = ModulesPart()
     is_moving: bool = False
     """Whether the order is being carried out, or modules return because the helper is lost or slow."""

@@ -243,8 +243,8 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     `tbt_slo_s` limits the time between tokens. With `may_refuse` the instance may refuse the request when
     prefill has ended, if the request would miss this limit and its answer has not begun. `shares_cores`: the
     prompt is being prefilled on cores that this instance uses too. `alone`: the request is a suspect, and
-    shares its first pass with no other request. `inline`: the decode instance computes the prompt itself, and
-    needs no prefill.
+    shares no pass with other requests until the instance has drawn a token of it. `inline`: the decode
+    instance computes the prompt itself, and needs no prefill.
     """
 
     ref: Ref

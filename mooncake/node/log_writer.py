@@ -32,7 +32,7 @@ class LogWriter(QueueHandler):
         self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a record without waiting."""
+        """Queue a record without waiting. It is dropped if the queue is full."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(record)
 

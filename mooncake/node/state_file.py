@@ -1,7 +1,8 @@
 """The file in which state outlives its process: SQLite, of the standard library.
 
-One process at a time has the file, by a lock that ends with the process. Changes are written in
-the order of their calls by one thread beside the event loop, and are on disk when the call returns.
+One process at a time has the file, by a lock that ends with the process. A thread beside the event loop
+carries out `write` calls in their order, and their changes are on disk when the calls return. `read` and
+`clean`, which are for the start of the process, run on the caller's thread.
 
 Owns: the file, its thread, which files are refused. Does not know: what is in the tables.
 """

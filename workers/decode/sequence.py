@@ -106,7 +106,8 @@ class Sequence:
     """Whether another instance is to continue the sequence, which therefore leaves the batch soon."""
     error: Exception | None = None
     must_be_alone: bool = False
-    """Whether the sequence is a suspect, whose iterations are shared with no other sequence."""
+    """Whether the sequence shares no iteration: it is a suspect, and no iteration here has drawn a token of
+    it."""
     tbt_slo_s: float | None = None
     """The limit of the time between tokens in seconds; None for no limit."""
     received_s: float = 0.0

@@ -151,9 +151,10 @@ class Weights:
             self.lm_head = self.embedding if is_tied else self._vocab_rows("lm_head.weight")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a checkpoint's tensors into the weights, cast to their dtype. Skips tensors of other stages.
+        """Copy a checkpoint's tensors into the weights, cast to their dtype.
 
-        Raises WeightsError for an unknown tensor, a wrong shape, or a missing tensor.
+        Skips tensors of other stages, a tied head, and tensors that are computed here. Raises WeightsError
+        for an unknown tensor, a wrong shape, or a missing tensor.
         """
         missing = set(self._slots)
         for name, tensor in self._unpacked(tensors):

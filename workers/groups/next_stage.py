@@ -213,7 +213,7 @@ class NextStage:
                 )
 
     async def _answer(self, sender: bytes, message: msgspec.Struct) -> None:
-        """Send a message to a peer that may be gone."""
+        """Send a message, which is dropped if the peer is gone."""
         try:
             await self._router.send(sender, message)
         except PeerGoneError:

@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._start_request_timer()
 
     def close_unless_made(self) -> None:
-        """Close the accepted socket if it has got no transport."""
+        """Close the accepted socket if it has got no transport, and take the connection out of the table."""
         if self._accepted is not None:
             self._accepted.close()
             self._serving.table.lost(self)

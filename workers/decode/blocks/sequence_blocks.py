@@ -34,8 +34,11 @@ from workers.groups.rank_messages import (
 )
 from workers.kvcache.reserving import reserve_prompt
 
-MAKING_ROOM_TIMEOUT_S = 1.0
-"""Seconds for which a store waits for room in the pool, while other sequences wait for the device pages."""
+_PROMOTIONS_TIMEOUT_S = 1.0
+"""Seconds that the pool has to promote the blocks of a store that only SSD has.
+
+Without room a store fails at once, because other sequences wait for its device pages.
+"""
 
 
 @dataclass(slots=True)
@@ -165,10 +168,11 @@ class SequenceBlocks:
 
     async def _reserve(self, keys: list[BlockKey], num_private: int, tenant: str) -> Reservation:
         try:
-            async with asyncio.timeout(MAKING_ROOM_TIMEOUT_S):
+            async with asyncio.timeout(_PROMOTIONS_TIMEOUT_S):
                 return await self._pool.reserve(keys, num_private, tenant)
         except TimeoutError:
-            raise PoolFullError(f"the pool found no room within {MAKING_ROOM_TIMEOUT_S:g} s") from None
+            reason = f"the pool did not promote the blocks within {_PROMOTIONS_TIMEOUT_S:g} s"
+            raise PoolFullError(reason) from None
 
 
 def _num_missing(reservation: Reservation) -> int:

@@ -1,6 +1,7 @@
 """The check whether a helper is too slow.
 
-A helper is too slow if iterations take longer than the TBT SLO allows, or than they took without a helper.
+A helper is too slow if most iterations take more than 1.25 times as long as they would without the helper. It
+is also too slow if nearly all exceed the TBT SLO, unless most are faster than without the helper.
 
 Owns: the check, the measured iterations. Does not know: the clock, which modules the helper has, how they
 return.

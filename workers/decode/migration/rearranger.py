@@ -250,7 +250,10 @@ class Rearranger:
         await wait_to_end(asyncio.get_running_loop().run_in_executor(self._thread, call), on_cancel)
 
     def hold(self) -> None:
-        """Let no further iteration begin until the next `switch`, `divide` or `reunite` has ended."""
+        """Let no further iteration begin until the next pause of `switch`, `divide` or `reunite` has ended.
+
+        A `divide` or `reunite` that moves no page makes no pause.
+        """
         if self._held_s is None:
             self._held_s = time.perf_counter()
         self._loop.hold()

@@ -26,7 +26,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Orders(NamedTuple):
-    """The orders of n pieces. Piece i has the order `table[rows[i]]`.
+    """The order of the elements in each of n pieces: `table[rows[i]]` for piece i.
 
     `table` is a contiguous array `[row, element]`.
     """
