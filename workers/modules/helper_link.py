@@ -102,11 +102,6 @@ class HelperLink:
             ) from None
         return cls(connected, on_lost)
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the helper is on another host, so that its pages are lost with it."""
-        return self.helped.remote is not None
-
     async def end(self) -> None:
         """End the hosting, and wait until the helper has its pages back, at most `_END_TIMEOUT_S`."""
         if self._sock.fileno() >= 0:
