@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from mooncake.errors import MooncakeError, TransferError
 from mooncake.messages.requests import Held, HeldStep, Ref
 from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
-from workers.engine.kvcache.page_allocator import OutOfPages
+from workers.engine.kvcache.device_pages import OutOfPages
 from workers.errors import NoRoomError, SessionLostError, report_of
 from workers.execution.draws import FirstToken
 from workers.execution.jobs import Jobs

@@ -9,7 +9,7 @@ import logging
 import torch
 
 from mooncake.errors import MooncakeError, PoolError
-from workers.engine.kvcache.page_allocator import OutOfPages
+from workers.engine.kvcache.device_pages import OutOfPages
 from workers.errors import SessionLostError
 from workers.groups.previous_stage import IncomingPass, PreviousStage
 from workers.groups.stage_messages import (

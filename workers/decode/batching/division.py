@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
-from workers.engine.kvcache.page_allocator import PageAllocator
+from workers.engine.kvcache.device_pages import DevicePages
 
 _LEAST_DIVIDED = 4
 """The fewest full pages of a running sequence that are worth a pause between two iterations."""
@@ -88,7 +88,7 @@ def begin_reunion(running: Collection[Sequence], kv: DeviceKVCache) -> list[Divi
     return divisions
 
 
-def end_division(divisions: list[Division], allocator: PageAllocator) -> None:
+def end_division(divisions: list[Division], device_pages: DevicePages) -> None:
     """Replace pages of sequences by their copies, and free the replaced pages.
 
     To be called while no iteration runs. Sequences that have left meanwhile, or are being stored, keep their
@@ -100,12 +100,12 @@ def end_division(divisions: list[Division], allocator: PageAllocator) -> None:
         is_same = sequence.state is SequenceState.RUNNING and sequence.num_stays == division.stay
         if is_same and not sequence.num_stores:
             sequence.pages[division.first : division.first + len(replaced)] = division.pages
-            allocator.free(replaced)
+            device_pages.free(replaced)
         else:
-            allocator.free(division.pages)
+            device_pages.free(division.pages)
 
 
-def drop_division(divisions: list[Division], allocator: PageAllocator) -> None:
+def drop_division(divisions: list[Division], device_pages: DevicePages) -> None:
     """Free the new pages of divisions that have not ended. `divisions` is empty afterwards."""
     while divisions:
-        allocator.free(divisions.pop().pages)
+        device_pages.free(divisions.pop().pages)

@@ -1,6 +1,6 @@
 """The memory of the device's paged KVCache: one tensor per layer.
 
-Owns: device memory of pages. Does not know: which of them are free (`page_allocator`), the owners of pages,
+Owns: device memory of pages. Does not know: which of them are free (`device_pages`), the owners of pages,
 block keys, the pool of host memory.
 """
 
@@ -13,8 +13,8 @@ import torch
 
 from kernels.cpu.hosted_layers import LayersHelper
 from kernels.cpu.memory import HUGE_PAGE_BYTES, give_back, huge_zeros, populate
+from workers.engine.kvcache.device_pages import DevicePages
 from workers.engine.kvcache.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads, PagesOfLayer
-from workers.engine.kvcache.page_allocator import PageAllocator
 from workers.engine.spec import ModelSpec
 
 
@@ -62,7 +62,7 @@ class DeviceKVCache:
         """Number of layers that have memory at a time; None: every layer has its own."""
         self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads
         self.page_size = page_size
-        self.pages = PageAllocator(num_pages)
+        self.pages = DevicePages(num_pages)
         self._lent: set[int] = set()
         """Numbers of the pages that are lent."""
         self._memory_lock = threading.Lock()

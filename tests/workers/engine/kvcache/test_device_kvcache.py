@@ -13,7 +13,7 @@ from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.test_memory import resident_bytes
 from workers.engine.kvcache import device_kvcache
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
-from workers.engine.kvcache.page_allocator import OutOfPages
+from workers.engine.kvcache.device_pages import OutOfPages
 from workers.engine.spec import ModelSpec
 
 SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 8, 64)

@@ -30,14 +30,14 @@ class OutOfPages(RuntimeError):
         self.num_wanted, self.num_free, self.num_pages = num_wanted, num_free, num_pages
 
 
-class PageAllocator:
+class DevicePages:
     """The pages `[0, num_pages)`: those of this process, then those that a helper has, if there are any.
 
     Pages whose memory is lent, and closed pages, are not allocated.
     """
 
     def __init__(self, num_pages: int) -> None:
-        """Make an allocator of free pages, all of this process."""
+        """Begin with free pages, all of this process."""
         self.num_pages = num_pages
         self.num_own = num_pages
         """The number of pages while no helper has modules."""

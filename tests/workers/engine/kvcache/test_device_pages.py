@@ -4,28 +4,28 @@ from fractions import Fraction
 
 import pytest
 
-from workers.engine.kvcache.page_allocator import OutOfPages, PageAllocator
+from workers.engine.kvcache.device_pages import DevicePages, OutOfPages
 
 
 @pytest.fixture
-def pages() -> PageAllocator:
-    return PageAllocator(6)
+def pages() -> DevicePages:
+    return DevicePages(6)
 
 
-def test_allocates_every_page_once(pages: PageAllocator) -> None:
+def test_allocates_every_page_once(pages: DevicePages) -> None:
     taken = pages.allocate(2) + pages.allocate(4)
     assert sorted(taken) == list(range(6))
     assert pages.num_free == 0
 
 
-def test_refuses_with_numbers_and_takes_nothing(pages: PageAllocator) -> None:
+def test_refuses_with_numbers_and_takes_nothing(pages: DevicePages) -> None:
     pages.allocate(4)
     with pytest.raises(OutOfPages, match=r"wanted 3 .* 2 of 6"):
         pages.allocate(3)
     assert pages.num_free == 2
 
 
-def test_freed_pages_can_be_allocated_again_and_not_freed_twice(pages: PageAllocator) -> None:
+def test_freed_pages_can_be_allocated_again_and_not_freed_twice(pages: DevicePages) -> None:
     taken = pages.allocate(6)
     pages.free(taken[:3])
     with pytest.raises(AssertionError, match="already free"):
@@ -33,7 +33,7 @@ def test_freed_pages_can_be_allocated_again_and_not_freed_twice(pages: PageAlloc
     assert sorted(pages.allocate(3)) == sorted(taken[:3])
 
 
-def test_pages_keep_their_numbers_and_use_in_another_arrangement(pages: PageAllocator) -> None:
+def test_pages_keep_their_numbers_and_use_in_another_arrangement(pages: DevicePages) -> None:
     used = pages.allocate(4)
     pages.free(used[1:2])
     pages.rearrange(9)
@@ -50,7 +50,7 @@ def test_pages_keep_their_numbers_and_use_in_another_arrangement(pages: PageAllo
     assert (pages.num_pages, pages.num_free) == (6, 0)
 
 
-def test_pages_that_are_freed_while_a_late_write_may_come_are_not_given_out(pages: PageAllocator) -> None:
+def test_pages_that_are_freed_while_a_late_write_may_come_are_not_given_out(pages: DevicePages) -> None:
     used = pages.allocate(3)
     pages.keep_freed()
     pages.free(used)
@@ -61,7 +61,7 @@ def test_pages_that_are_freed_while_a_late_write_may_come_are_not_given_out(page
     assert pages.num_free == 3
 
 
-def test_closed_pages_can_be_opened_again(pages: PageAllocator) -> None:
+def test_closed_pages_can_be_opened_again(pages: DevicePages) -> None:
     used = pages.allocate(2)
     pages.close_from(1)
     pages.free(used[1:])
@@ -71,7 +71,7 @@ def test_closed_pages_can_be_opened_again(pages: PageAllocator) -> None:
 
 
 def test_sequences_get_their_share_there_or_all_where_room_is_short_here() -> None:
-    pages = PageAllocator(14)
+    pages = DevicePages(14)
     pages.rearrange(14, 18, Fraction(1, 2))
     assert (pages.num_free, pages.num_free_for(0), pages.num_free_for(5)) == (32, 14, 19)
     assert (pages.most_for(0), pages.most_for(100)) == (14, 32)
