@@ -21,7 +21,7 @@ from pathlib import Path
 from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
-compiling = logging.getLogger(f"{__name__}.compiling")
+compile_log = logging.getLogger(f"{__name__}.compiling")
 """The logger of compilations. Each is reported at INFO, as a compilation may take a minute."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
@@ -99,7 +99,7 @@ def _processor() -> bytes:
 
 def _compile(compiler: str, source: Path, flags: tuple[str, ...], library: Path) -> None:
     """Compile under a temporary name, then rename, so that no process loads an unfinished library."""
-    compiling.info("compiling %s for this machine, once", source.name)
+    compile_log.info("compiling %s for this machine, once", source.name)
     descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(descriptor)
     try:

@@ -147,9 +147,9 @@ class _Reporting(logging.Handler):
 
 def _report_compiling() -> None:
     """Report compilations as progress, as people wait for them."""
-    native.compiling.addHandler(_Reporting())
-    native.compiling.setLevel(logging.INFO)
-    native.compiling.propagate = False
+    native.compile_log.addHandler(_Reporting())
+    native.compile_log.setLevel(logging.INFO)
+    native.compile_log.propagate = False
 
 
 def _raise_descriptor_limit() -> None:

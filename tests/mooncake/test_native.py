@@ -65,7 +65,7 @@ def test_a_missing_compiler_is_told(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_is_compiled_is_told_before_it_takes_its_time(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, native.compiling.name)
+    caplog.set_level(logging.INFO, native.compile_log.name)
     number(folder)
     number(folder)
     assert caplog.messages == ["compiling number.cpp for this machine, once"]
