@@ -69,7 +69,7 @@ class Sends:
     ) -> None:
         self._pool, self._segment, self._peers = pool, segment, peers
         self._tasks = tasks
-        self._of: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
+        self._of: dict[int, list[tuple[GrantSend, asyncio.Task[None]]]] = {}
         """Each reservation's sends with their tasks, by reservation id."""
 
     def start(self, reservation: PageReservation, grant: Grant, ref_text: str) -> None:
@@ -80,7 +80,7 @@ class Sends:
         if reservation.reservation_id in self._of:
             raise PoolError(f"reservation {reservation.reservation_id} is being sent already")
         sends = [
-            Send(self._pool, self._segment, self._peers, reservation, each, ref_text)
+            GrantSend(self._pool, self._segment, self._peers, reservation, each, ref_text)
             for each in (grant, *grant.others)
         ]
         self._of[reservation.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
@@ -111,8 +111,8 @@ class Sends:
             self.cancel(reservation_id)
 
 
-class Send:
-    """One transfer, made by `run`. `outcome` is done when the transfer has succeeded or failed.
+class GrantSend:
+    """The send to one grant, made by `run`. `outcome` is done when the send has succeeded or failed.
 
     A layer of a block is first committed by the worker, then *submitted* (handed to the transfer, in a write
     with others), then *placed* (in its remote page).

@@ -17,7 +17,7 @@ from kvstore.ssd.mover import Mover
 from kvstore.transfer.fetches import BlockFetch
 from kvstore.transfer.grants import Grants
 from kvstore.transfer.reads import Reads
-from kvstore.transfer.sends import Send
+from kvstore.transfer.sends import GrantSend
 from messenger.rdma.cards import Cards
 from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
 from messenger.receiver.served_pool import ServedPool
@@ -159,8 +159,8 @@ class Member:
         self.write(reservation, range(self.layout.num_layers))
         self.pool.release(reservation.reservation_id)
 
-    def send(self, reservation: PageReservation, grant: Grant) -> tuple[Send, "asyncio.Task[None]"]:
-        send = Send(self.pool, self.segment, self.peers, reservation, grant, "request 1")
+    def send(self, reservation: PageReservation, grant: Grant) -> tuple[GrantSend, "asyncio.Task[None]"]:
+        send = GrantSend(self.pool, self.segment, self.peers, reservation, grant, "request 1")
         return send, self.tasks.create_task(send.run())
 
     async def fetch(self, keys: Sequence[BlockKey], sources: Sequence[PoolShard]) -> list[tuple[int, int]]:
