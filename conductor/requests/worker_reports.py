@@ -133,7 +133,7 @@ class WorkerReports:
             case HandedOver() if tracked.state is RequestState.DECODING:
                 return self._on_handed_over(tracked, message, now_s)
             case DecodeRefused():
-                return self._on_refused(tracked, sender, message, now_s)
+                return self._on_decode_refused(tracked, sender, message, now_s)
             case WorkFailed(is_refused=True):
                 return self._endings.refuse(tracked, message.reason, message.param, now_s)
             case WorkFailed():
@@ -176,7 +176,7 @@ class WorkerReports:
                 return self._endings.reject_by_slo(tracked, rejection, now_s)
         return self._requests.begin_decode(tracked, prefilled, now_s)
 
-    def _on_refused(
+    def _on_decode_refused(
         self, tracked: TrackedRequest, instance: Instance, refused: DecodeRefused, now_s: float
     ) -> list[Effect]:
         """Handle a refusal in the double check (section 3).
