@@ -48,7 +48,10 @@ class Evictor:
         self.space_epoch = 0
         """Number of times that a page became free or evictable."""
         self.num_wanted = 0
-        """The largest number of free pages that a refused request needs; 0 if no request waits."""
+        """The largest number of free pages that refused requests need and the mover is still to free; else 0.
+
+        Requests that must wait for pages in use do not count.
+        """
         self.num_evictions = 0
         """Evicted blocks since the pool was opened."""
         self.ghosts = Ghosts(allocator.table.num_pages)

@@ -43,8 +43,8 @@ class Ghosts:
 class PoolCounters:
     """Totals since the pool was opened.
 
-    `num_dropped`: damaged blocks. `num_removed`: blocks that were removed. `num_expired_leases`: leases that
-    ended at their deadline.
+    `num_dropped`: damaged blocks. `num_removed`: blocks that a call removed, as that of `mooncake-kv drop`.
+    `num_expired_leases`: leases that ended at their deadline.
     """
 
     num_dropped: int = 0
