@@ -33,7 +33,7 @@ def other_host() -> Iterator[str]:
 
 
 def enter(name: str) -> None:
-    """Move this thread, and the processes that it starts, to this host. Raises OSError."""
+    """Move this thread, and the processes that it starts, to the other host `name`. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):

@@ -320,8 +320,9 @@ class Conductor:
     ) -> tuple[Reason, str, float | None] | None:
         """Return why a new request is rejected; None if it is accepted.
 
-        The request may be a further choice of an answer whose first choice runs already. So a rule that
-        depends on the time must not be here: it could reject one choice of an answer, and not the others.
+        The request may be a further choice of an answer whose first choice runs already. So no rule for
+        further choices may depend on the time: it could reject one choice of an answer, and not the others.
+        Only the first choice has a claim on the tenant's quota.
 
         Returns:
             The reason, the text for the client, and the seconds after which to retry; None for unknown

@@ -176,7 +176,7 @@ class PrefixIndex:
         """
         names = tuple(shards) or (name,)
         if name in self._slots or len({*names, *self._shards}) < len(names) + len(self._shards):
-            raise ValueError(f"cannot add instance {name} with parts {', '.join(names)}: a name is taken")
+            raise ValueError(f"cannot add instance {name} with shards {', '.join(names)}: a name is taken")
         slot = self._free_slots.pop() if self._free_slots else len(self._slots)
         numbers = [self._new_number() for _ in names]
         instance_bits = sum(1 << NUM_BITS * number for number in numbers)

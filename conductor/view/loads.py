@@ -77,7 +77,8 @@ class Loads:
     least_chunk_tokens: NDArray[np.int64]
     """The fewest tokens of an inlined prompt in an iteration with other requests; 0 for no minimum."""
     num_assigned: NDArray[np.int64]
-    """Requests assigned to the instance, for prefill or for decode."""
+    """Requests assigned to the instance, for prefill or for decode. While an inlined prompt has not been
+    computed, its request counts twice."""
     head_priority: NDArray[np.int64]
     """The priority of the prompt that is being computed."""
     utilisation: Floats

@@ -1,4 +1,4 @@
-"""The gate of an MLP: `silu(gate) * up`, where both factors are halves of one product.
+"""The gate of an MLP: `silu(gate) * up`, where `gate` and `up` are the halves of one product.
 
 Bytes moved: 3 numbers for each element of the result.
 

@@ -1,8 +1,8 @@
 """A queue pair to one peer: writes into its memory and reads from it, driven by the event loop.
 
-Calls share the send queue: each posts a chain of requests in turn, and the device has at most
-MAX_BYTES_IN_FLIGHT, so that a small transfer does not wait behind a large one. The device reports completed
-chains through a completion channel, whose descriptor the event loop watches.
+Calls share the send queue: each posts a chain of requests in turn, and the device gets no further chain while
+MAX_BYTES_IN_FLIGHT are in flight, so that a small transfer does not wait behind a large one. The device
+reports completed chains through a completion channel, whose descriptor the event loop watches.
 
 When a call returns or raises, the device does not touch its memory any more: a cancelled call waits for the
 requests that it has posted, and a failed queue pair is destroyed before callers get the error.
@@ -327,7 +327,7 @@ class Endpoint:
             call.done.set_result(None)
 
     def _fail(self, error: RdmaError, cause: _Call | None = None) -> None:
-        """End all calls with errors.
+        """Destroy the queue pair, and end all calls with errors.
 
         If the peer has refused the call `cause`, the other calls get errors whose remedy is a retry.
         """

@@ -64,9 +64,10 @@ class CheckpointKind(Enum):
 class Checkpoint:
     """One model, ready to be loaded.
 
-    `name` is the served model name; `path` a Hugging Face directory or a .gguf file; `config` has the form of
-    config.json, and `model` is its typed form; `weight_files` are absolute paths, none for DUMMY;
-    `weights_digest` is hexadecimal SHA-256.
+    `name` is the served model name, unless the configuration has another; `path` a Hugging Face directory or
+    a .gguf file; `config` has the form of config.json, and `model` is its typed form; `weight_files` are
+    absolute paths, none for DUMMY; `weights_digest` is hexadecimal SHA-256, for DUMMY of `config` and the
+    seed.
     """
 
     name: str

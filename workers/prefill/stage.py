@@ -228,7 +228,7 @@ class Stage:
             await job.sent_behind.wait()
 
     def hear(self, message: AboutJob) -> None:
-        """Handle a report of later stages about a prompt, if it concerns this stage.
+        """Handle a report of later stages, or of the other ranks, about a prompt, if it concerns this stage.
 
         A late report is dropped.
         """

@@ -182,8 +182,10 @@ class Exchange:
             disconnected()
 
     async def receive(self) -> Message:
-        """Return the part of the body that has arrived since the last call, or the ASGI event of a
-        disconnect."""
+        """Wait for a part of the body, and return all that has arrived since the last call.
+
+        After the end of the response, or if the client disconnects, return the ASGI event of a disconnect.
+        """
         if self._expects_continue and self.state is ResponseState.PENDING:
             self._expects_continue = False
             self._channel.write(b"HTTP/1.1 100 Continue\r\n\r\n")

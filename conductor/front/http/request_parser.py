@@ -83,7 +83,7 @@ class RequestParser:
         self._unread, self._unread_from = b"", 0
         """Received bytes, and the position in them at which the parser goes on."""
         self._num_unparsed_bytes = 0
-        """Bytes given to httptools since the last complete head, body part or request. It keeps them."""
+        """Bytes, kept by httptools, that were parsed since the last complete head, body part or request."""
         self._num_body_bytes_left = 0
         """Bytes of a body of known length that have not arrived."""
         self._num_excess_bytes = 0

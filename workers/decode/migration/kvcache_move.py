@@ -197,7 +197,7 @@ class _Heads:
     def _add(self, pages: torch.Tensor, position: int | None) -> None:
         """Add the heads of one layer's pages.
 
-        `position` is the layer's place at the helper, if the helper has it.
+        `position` is the layer's place among those at the helper; None if the helper has none of these heads.
         """
         if self.staged is not None and position is not None:
             self.pages += (_HeadPages(head, True) for head in self.staged[position].unbind(1))

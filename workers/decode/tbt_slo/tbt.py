@@ -146,7 +146,8 @@ class PromptCost:
     def num_tokens_in(self, seconds: float, start: int) -> float:
         """Return how many tokens from position `start` on add `seconds`: the inverse of `predict_s`.
 
-        The result is infinite if there is time and tokens cost nothing, or before the first observation.
+        The result is 0 without time. Otherwise it is infinite if tokens cost nothing, and before the first
+        observation.
         """
         if seconds <= 0.0:
             return 0.0
