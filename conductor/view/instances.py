@@ -350,7 +350,7 @@ class Instances:
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_lost_without(self, instance: Instance, role: Role | None = None) -> Role | None:
-        """Return a stage that would lose its last serving instance if `instance` left, or switched to `role`.
+        """Return a stage that would have no serving instance if `instance` left, or switched to `role`.
 
         None if there is no such stage.
         """

@@ -91,7 +91,7 @@ async def results_of(futures: Sequence[asyncio.Future[T]], stop: Callable[[], ob
     """Wait until all futures have ended, and return their results in the order of `futures`.
 
     `stop` is called when a future fails, or the caller is cancelled; it must make all futures end soon.
-    Raises the first error.
+    Raises the error of the first of the futures that has failed.
     """
 
     async def settled() -> None:

@@ -98,7 +98,7 @@ class ConductorLink:
         self._num_connections = 0
         """The number of connections to Conductors when the latest registration was answered.
 
-        A larger number shows that the connection was made again, so that the session must register again.
+        If there have been more connections since, the session must register again.
         """
         self._unheard = UnheardPrompts()
         self._wakes_beat = asyncio.Event()

@@ -89,9 +89,8 @@ class ModuleMoves:
     def lost(self) -> None:
         """Stop iterations, because the helper is lost, until all modules are on this instance again.
 
-        If the helper was only paused, it may still write the results of the last iteration. So the pages of
-        that iteration stay with their sequences, and go to no other sequence, until the copies of the pages
-        are in use.
+        If the helper was only paused, it may still write the results of the last iteration. So pages that are
+        freed go to no other sequence until copies of the pages are in use.
         """
         if self._executor.kv.is_helped and not self._is_lost:
             self._is_lost = True

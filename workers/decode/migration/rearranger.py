@@ -136,8 +136,8 @@ class Rearranger:
     async def pre_copy(self, move: KVCacheMove) -> set[FullPage]:
         """Copy full pages while iterations run, in rounds, until few are left. Returns the copied pages.
 
-        Raises ModulesStayError if the helper that is to get modules is lost, and TransferError if a helper on
-        another host is lost.
+        Pages that are being loaded are awaited, for `_LOADING_TIMEOUT_S` at most. Raises ModulesStayError if
+        the helper that is to get modules is lost, and TransferError if a helper on another host is lost.
         """
         copied, num_rounds = set[FullPage](), 0
         if move.are_further:

@@ -152,7 +152,7 @@ class DevicePages:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Free pages, which can be allocated again at once."""
+        """Free pages. They can be allocated again at once, except closed pages and any since `keep_freed`."""
         for page in pages:
             assert not self._is_free[page], f"page {page} is already free"
             self._is_free[page] = True
