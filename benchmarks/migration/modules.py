@@ -8,9 +8,9 @@ There are two decode instances with the default model, one core each, on one hos
 instance decodes all streams. Its modules move to the second instance and back. Limit (*bar*): the p99 of
 pauses is at most an iteration above the p99 of the longest gaps without a move.
 
-Layers are then measured as a pipeline: the first instance alone, then with layers at the second instance,
-then alone again, because contexts have grown meanwhile. After that there are twice as many streams, with
-layers at the second instance: one instance alone has too little memory for them. Limits: the throughput of
+Layers are then measured as a pipeline: with layers at the second instance, as many streams and twice as
+many, for which one instance alone has too little memory. The first instance alone is measured before and
+after. Each measurement has new streams, so that contexts are equally long. Limits: the throughput of
 the larger pipeline is at least 1.7 times that of one instance, and TBT at most 1.15 times. For comparison,
 the two instances also decode separately: their throughput together is the most that both cores can reach. It
 is less than twice the throughput of one instance if the two cores are threads of one physical core.
@@ -106,6 +106,12 @@ class Bench:
         ended_s = time.perf_counter()
         num = sum(len(stream.tokens) - num for stream, num in zip(self.streams, before, strict=True))
         return Rate(num / (ended_s - began_s), self._gaps_s(before))
+
+    async def fresh_rate(self, num: int) -> Rate:
+        """End all streams, and measure `num` new ones. So contexts are as long in each measurement."""
+        await self.end()
+        await self.begin(num)
+        return await self.rate()
 
     async def pause_s(self, act: Move) -> float:
         """Return the longest gap of any stream in seconds, until a few tokens after the end of `act`."""
@@ -266,13 +272,9 @@ async def run_layers(layers: LayerRange, batch: int, num_moves: int, *, two_host
         found = await pauses(bench, move, back, num_moves, before.tbt_s)
         progress("pipeline")
         await move()
-        piped = await bench.rate()
+        piped, larger = await bench.fresh_rate(batch), await bench.fresh_rate(2 * batch)
         await back()
-        after = await bench.rate()
-        await move()
-        await bench.begin(batch)
-        larger = await bench.rate()
-        await back()
+        after = await bench.fresh_rate(batch)
         num_others = await bench.num_with_other_tokens(3)
     alone_per_s = (before.tokens_per_s + after.tokens_per_s) / 2
     apart = Rate(sum(rate.tokens_per_s for rate in both), [gap for rate in both for gap in rate.gaps_s])
@@ -307,7 +309,7 @@ async def run_layers(layers: LayerRange, batch: int, num_moves: int, *, two_host
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--layers", type=LayerRange.parse, default=LayerRange(11, 30))
+    which.add_argument("--layers", type=LayerRange.parse, default=LayerRange(10, 30))
     which.add_argument("--heads", type=count, help="KV heads that move, in place of layers")
     which.add_argument("--sequences", type=float, metavar="SHARE", help="the share of sequences that moves")
     parser.add_argument("--batch", type=count, help="streams (default: 32, with --sequences 8)")
