@@ -26,7 +26,10 @@ from conductor.performance.utilisation import Used
 
 
 class Kind(Enum):
-    """The kinds of modules that can move, coarser kind first."""
+    """The kinds of modules that this policy moves, coarser kind first.
+
+    Pages of sequences (`ModuleKind.PAGES`) move by order of an operator alone.
+    """
 
     LAYERS = "layers"
     HEADS = "KV heads"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, assert_never
 from urllib.parse import quote
 
 import httpx
@@ -20,7 +20,7 @@ import msgspec
 from mooncake.cli.command_line import INTERRUPTED
 from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError, MooncakeError
-from mooncake.messages.migration import ModulesPart
+from mooncake.messages.migration import ModuleKind, ModulesPart
 from mooncake.messages.operators import InstanceStatus
 from mooncake.messages.workers import InstanceState, Role
 
@@ -105,12 +105,16 @@ class AdminClient:
         path = f"/instances/{quote(name, safe='')}"
         if not part:
             self._ask("POST", f"{path}/back", **{"from": helper})
-        elif part.share:
-            self._ask("POST", f"{path}/sequences", to=helper, share=part.share)
-        elif part.layers is not None:
-            self._ask("POST", f"{path}/layers", to=helper, layers=str(part.layers))
-        else:
-            self._ask("POST", f"{path}/heads", to=helper, num=part.num_heads)
+            return
+        match part.kind:
+            case ModuleKind.PAGES:
+                self._ask("POST", f"{path}/sequences", to=helper, share=part.share)
+            case ModuleKind.LAYERS:
+                self._ask("POST", f"{path}/layers", to=helper, layers=str(part.layers))
+            case ModuleKind.HEADS:
+                self._ask("POST", f"{path}/heads", to=helper, num=part.num_heads)
+            case _:
+                assert_never(part.kind)
 
     def _ask(self, method: str, path: str, **parameters: str | bool | float) -> httpx.Response:
         try:

@@ -14,8 +14,8 @@ All messages pass through the Conductor, so the request always has one owner: th
 has `HandedOver`, the destination from then on. A failure before `HandedOver` ends the migration, not the
 request.
 
-Modules (KV heads, layers, or pages of sequences) move to a helper, and back, by order of operators or of the
-Conductor itself (BanaServe, section 4.1):
+Modules (`ModuleKind`) move to a helper, and back, by order of operators or of the Conductor itself
+(BanaServe, section 4.1):
 
     MoveModules       operator, through a front -> Conductor  (`mooncake.messages.operators`)
     PlaceModules      Conductor -> owner of them, which agrees with the helper (`workers.modules`)
@@ -25,6 +25,7 @@ Owns: this vocabulary. Does not know: sockets, why anything moves.
 """
 
 import re
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -129,7 +130,7 @@ MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
 """The orders to source and destination."""
 
 
-# -- modules: KV heads, layers, pages -----------------------------------------------------------------
+# -- modules ----------------------------------------------------------------------------------------
 
 
 LAYERS_PATTERN = "^([0-9]{1,5}):([0-9]{1,5})$"
@@ -168,6 +169,15 @@ class LayerRange(msgspec.Struct, frozen=True):
         return f"{self.start}:{self.stop}"
 
 
+class ModuleKind(StrEnum):
+    """The kinds of modules that a helper can have, as text for people."""
+
+    HEADS = "KV heads"
+    LAYERS = "layers"
+    PAGES = "pages of sequences"
+    """The first pages of long sequences. Commands and `/admin` call this kind `sequences`."""
+
+
 class ModulesPart(msgspec.Struct, frozen=True):
     """A part of a model or its KVCache that a helper can have: `layers`, the last `num_heads` KV heads of all
     layers, or the first `share` of the pages of each sequence. At most one of the three is given; a part
@@ -189,16 +199,20 @@ class ModulesPart(msgspec.Struct, frozen=True):
     @property
     def what(self) -> str:
         """The part as text."""
-        if self.share:
-            return f"the first {100 * self.share:g}% of sequences"
-        return f"{self.num_heads} of the KV heads" if self.layers is None else f"layers {self.layers}"
+        match self.kind:
+            case ModuleKind.PAGES:
+                return f"the first {100 * self.share:g}% of sequences"
+            case ModuleKind.LAYERS:
+                return f"layers {self.layers}"
+            case ModuleKind.HEADS:
+                return f"{self.num_heads} of the KV heads"
 
     @property
-    def kind(self) -> str:
-        """The kind of modules that the part has, as text."""
+    def kind(self) -> ModuleKind:
+        """The kind of the part's modules. The part must not be empty."""
         if self.share:
-            return "pages"
-        return "KV heads" if self.layers is None else "layers"
+            return ModuleKind.PAGES
+        return ModuleKind.HEADS if self.layers is None else ModuleKind.LAYERS
 
 
 _NOTHING = ModulesPart()

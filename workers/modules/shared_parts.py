@@ -11,6 +11,7 @@ from typing import Protocol
 from kernels.cpu.hosted_layers import LayersHelper, LayersOwner, LayersShape
 from kernels.cpu.mailbox import Wire
 from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, MailboxShape
+from mooncake.messages.migration import ModuleKind
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.kvcache.helped_parts import Helped, HostedLayers, HostedPages, MovedHeads, RemotePages
@@ -63,9 +64,11 @@ class SharedPart(Protocol):
 
 def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
     """Return the part that a request names, for `num_pages` pages of the owner."""
-    if request.part.layers is None:
-        return _Attention(request, num_pages, model, kv)
-    return _Layers(request, num_pages, model, kv)
+    match request.part.kind:
+        case ModuleKind.HEADS | ModuleKind.PAGES:
+            return _Attention(request, num_pages, model, kv)
+        case ModuleKind.LAYERS:
+            return _Layers(request, num_pages, model, kv)
 
 
 def share_of(request: HostModules, model: DecoderModel) -> Fraction:
@@ -74,15 +77,18 @@ def share_of(request: HostModules, model: DecoderModel) -> Fraction:
     Raises ModulesStayError for a part that the model does not have.
     """
     spec, part = model.spec, request.part
-    if part.share:
-        return Fraction(part.share).limit_denominator(_PARTS)
-    if part.layers is not None:
-        if part.layers.stop > spec.num_layers or part.layers.count == spec.num_layers:
-            raise ModulesStayError(f"the model has {spec.num_layers} layers")
-        return Fraction(part.layers.count, spec.num_layers)
-    if not 0 < part.num_heads < spec.num_kv_heads:
-        raise ModulesStayError(f"the model has {spec.num_kv_heads} KV heads")
-    return Fraction(part.num_heads, spec.num_kv_heads)
+    match part.kind:
+        case ModuleKind.PAGES:
+            return Fraction(part.share).limit_denominator(_PARTS)
+        case ModuleKind.LAYERS:
+            assert part.layers is not None
+            if part.layers.stop > spec.num_layers or part.layers.count == spec.num_layers:
+                raise ModulesStayError(f"the model has {spec.num_layers} layers")
+            return Fraction(part.layers.count, spec.num_layers)
+        case ModuleKind.HEADS:
+            if not 0 < part.num_heads < spec.num_kv_heads:
+                raise ModulesStayError(f"the model has {spec.num_kv_heads} KV heads")
+            return Fraction(part.num_heads, spec.num_kv_heads)
 
 
 class _Attention:
@@ -91,7 +97,7 @@ class _Attention:
     def __init__(self, request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
         self._model, self._kv = model, kv
         heads, self._share = model.heads, None
-        if request.part.share:
+        if request.part.kind is ModuleKind.PAGES:
             self._share = share_of(request, model)
             num_pages = math.ceil(self._share * num_pages)
         else:
