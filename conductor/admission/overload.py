@@ -12,7 +12,7 @@ Owns: the rules. Does not know: how a pair is chosen, messages.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -124,6 +124,8 @@ class Admission:
                     return None  # at no moment is there more work than this
                 known_s = min(queue_s, self._shortest_queue_s(request.priority, now_s))
                 tbt_s = self._tbt_then_s(now_s + known_s, freed.work, num_tokens, now_s)
+            case _:
+                assert_never(self._policy)
         return self._check_mean_tbt(tbt_s, slos.tbt_s, now_s)
 
     def check_wait(self, slos: SLOs, waited_s: float) -> Rejection | None:

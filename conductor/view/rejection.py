@@ -6,7 +6,7 @@ DOUBLE_CHECK the text is the decode instance's (`DecodeRefused.reason`).
 """
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Reason(StrEnum):
@@ -31,15 +31,23 @@ class Reason(StrEnum):
 
 
 _STATUS = {Reason.UNREADY: 503, Reason.NEVER_PLACED: 503, Reason.DUPLICATE: 409, Reason.TOO_LARGE: 400}
-_WOULD_TAKE = {Reason.TTFT: "its first token would take", Reason.TBT: "a token would take"}
-_KEPT_FOR = {Reason.TTFT: "for longer prompts", Reason.TBT: "as a margin"}
+SLOReason = Literal[Reason.TTFT, Reason.TBT]
+"""The reasons that are a predicted time beyond an SLO. Their values are the names of keys of `conductor`."""
+_WOULD_TAKE: dict[SLOReason, str] = {
+    Reason.TTFT: "its first token would take",
+    Reason.TBT: "a token would take",
+}
+_KEPT_FOR: dict[SLOReason, str] = {Reason.TTFT: "for longer prompts", Reason.TBT: "as a margin"}
 
 
 class Rejection(NamedTuple):
-    """The rejection of a request that a prediction expects to miss an SLO (Algorithm 1, line 26)."""
+    """The rejection of a request that a prediction expects to miss an SLO (Algorithm 1, line 26).
 
-    reason: Reason
-    """`Reason.TTFT` or `Reason.TBT`."""
+    `conductor.requests.placer` tries other placements for a missed TTFT SLO, and lets requests wait for a
+    missed TBT SLO. Rejections for other reasons have their own texts (`Endings.reject`).
+    """
+
+    reason: SLOReason
     predicted_s: float
     slo_s: float
     retry_after_s: float
