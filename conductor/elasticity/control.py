@@ -34,7 +34,7 @@ from mooncake.messages.migration import LayerRange, ModulesPart
 from mooncake.messages.workers import InstanceState
 
 RULES = (relieve, keep_headroom, defragment)
-"""The rules of moves, the most urgent first."""
+"""The rules of moves, the most urgent first. They are asked only while `Survey.may_need_moves` says so."""
 
 THRESHOLDS = Thresholds()
 """The parameters of module moves."""

@@ -140,7 +140,13 @@ class Survey:
         return num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
 
     def may_need_moves(self) -> bool:
-        """Return whether a rule might ask for a move. The check is cheap, and mostly returns False."""
+        """Return whether a rule of `conductor.elasticity.control.RULES` might ask for a move.
+
+        True if requests wait at a decode instance, or if its measured or predicted TBT is more than
+        `HEADROOM_SHARE` of the strictest TBT SLO: no rule of today asks for a move otherwise. A rule with
+        another reason needs its condition here, or it is not asked. The check is cheap, as it is made twice a
+        second, and mostly returns False.
+        """
         view, loads = self._view, self._view.loads
         slo_s = self._requests.strictest_tbt_slo_s
         for instance in self._instances:

@@ -1,4 +1,6 @@
-"""Order of eviction: the three policies of Mooncake's Table 1. Each policy gives each page one number.
+"""Order of eviction. Each policy gives each page one number, and the smallest numbers go first.
+
+The policies are those of Mooncake's Table 1:
 
 LRU          the block that was not used for the longest time
 LFU          the block used least often; of equals, the block that was not used for the longest time

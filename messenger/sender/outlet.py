@@ -151,7 +151,11 @@ class Opening:
         return introduction
 
     async def join(self, welcome: Welcome) -> SendingEnd:
-        """Return the ends of the lane, made with the peer's answer. Raises TransferError."""
+        """Return the ends of the lane, made with the peer's answer.
+
+        Raises TransferError, for example if the welcome lacks the transport's part: a peer that does not know
+        the transport has ignored the offer, and has opened a lane over TCP.
+        """
         raise NotImplementedError
 
     def close(self) -> None:

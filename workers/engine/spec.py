@@ -39,6 +39,9 @@ class ModelSpec:
 
     `sliding_window` is the number of tokens that a query sees, itself included. It applies to the layers from
     `num_full_attention_layers` on (Qwen's `max_window_layers`; 0 for other models).
+
+    The project's kernels compute every variant that `why_no_kernels` does not name. A new field that they do
+    not compute must be named there, or their results are wrong.
     """
 
     architecture: str
