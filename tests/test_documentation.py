@@ -66,6 +66,17 @@ def test_paths_of_the_repository_exist(page: Path) -> None:
 
 
 @each_page
+def test_names_stand_in_the_files_that_a_page_names_for_them(page: Path) -> None:
+    """Such as "`checks` in `messenger/doctor/cli.py`"."""
+    name = r"`[\w.]+`"
+    placed = rf"({name}(?:(?:, | and ){name})*) in\s`((?:[\w-]+/)+[\w-]+\.\w+)`"
+    for names, path in re.findall(placed, page.read_text()):
+        words = {*re.findall(r"\w+", (ROOT / path).read_text())}
+        for parts in re.findall(r"`([\w.]+)`", names):
+            assert {*parts.split(".")} <= words, f"{parts} in {path}"
+
+
+@each_page
 def test_commands_can_be_typed(page: Path) -> None:
     """A terminal in a fresh clone finds the programs: none is on its PATH before `.venv` is named."""
     for block in blocks(page):
