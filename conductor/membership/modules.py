@@ -16,7 +16,7 @@ from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.heartbeats import Heartbeat
-from mooncake.messages.migration import ModulesPart, ModulesPlace, PlaceModules
+from mooncake.messages.migration import ModuleKind, ModulesPart, ModulesPlace, PlaceModules
 from mooncake.messages.workers import InstanceState, Role
 
 WANTED_BACK_S = 600.0
@@ -205,18 +205,22 @@ def where(instance: Instance) -> str:
 
 
 def _why_too_many(layout: KVLayout, part: ModulesPart) -> str:
-    if part.share:
-        return ""
-    if part.layers is None:
-        num = layout.num_kv_heads
-        is_refused = part.num_heads >= num
-        return (
-            f"the model has {num} KV heads, of which at most {num - 1} can be elsewhere" if is_refused else ""
-        )
-    num, layers = layout.num_layers, part.layers
-    if layers.stop > num or layers.count == num:
-        return f"the model has layers 0:{num}, of which at least one stays; {layers} cannot be elsewhere"
-    return ""
+    match part.kind:
+        case ModuleKind.PAGES:
+            return ""
+        case ModuleKind.HEADS:
+            num = layout.num_kv_heads
+            too_many = f"the model has {num} KV heads, of which at most {num - 1} can be elsewhere"
+            return too_many if part.num_heads >= num else ""
+        case ModuleKind.LAYERS:
+            num, layers = layout.num_layers, part.layers
+            assert layers is not None
+            too_many = f"the model has layers 0:{num}, of which at least one stays"
+            return (
+                f"{too_many}; {layers} cannot be elsewhere"
+                if layers.stop > num or layers.count == num
+                else ""
+            )
 
 
 def _address_of(owner: Instance, helper: Instance) -> str:
