@@ -23,7 +23,10 @@ def positive(text: str) -> float:
 
 def not_negative(text: str) -> float:
     """Parse a finite number, 0 or above."""
-    return 0.0 if _number(text) == 0 else positive(text)
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected 0 or a number above 0, got {text}")
+    return value
 
 
 def share(text: str) -> float:

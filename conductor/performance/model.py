@@ -5,6 +5,7 @@ profiled (`mooncake.messages.costs`). They cover all layers and operations at th
 has.
 
     equations 12, 13  forward pass and transfer of a layer     `overlapped_s`
+              18, 19  the objective and its terms              `Performance.terms`
               20, 21  T_TTFT = T_p + T_x + T_q                 `Pairs.performance`
               22      T_TPOT = T_d + T_c + T_m                 `DecodeCapacity.tpot_s`
               25, 29  memory and latency budget of a batch     `DecodeCapacity.batch_size`
@@ -17,6 +18,7 @@ Owns: this model. Does not know: how costs were measured, which decisions follow
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from conductor.performance.objective import Terms
 from mooncake.messages.costs import TBT_MARGIN, Costs, prefill_quantities
 
 _ROOM_SHARE = 0.9
@@ -104,14 +106,22 @@ class Performance(NamedTuple):
     prefill_utilisation: float
     """The share of time in which a prefill instance computes, U_p from 0 to 1 (equation 27)."""
     decode_utilisation: float
-    """The utilisation U_d of a decode instance, from 0 to 1: its batch divided by its largest batch.
+    """The utilisation U_d of a decode instance, from 0 to 1: its tokens a second divided by those of its
+    largest batch.
 
     The share of time would be no measure, as an instance computes all the time even with one request.
     """
+    utilisation: float
+    """The mean utilisation U_avg of all instances (equation 19)."""
     batch_size: float
     """The mean number of requests that a decode instance decodes."""
     num_kv_tokens: float
     """The mean number of KVCache tokens at a decode instance (K_acc, equation 25)."""
+
+    @property
+    def terms(self) -> Terms:
+        """The terms of the objective."""
+        return Terms(self.utilisation, self.ttft_s + self.tpot_s, self.output_tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +143,9 @@ class Pairs:
         """Predict the performance in a closed loop: each answer that ends is replaced by a new request.
 
         The size of the decode batch follows from the rate of answers (Little's law), and the rate follows
-        from the size. So both are found by bisection. Requests of one size arrive evenly after a while, so
-        they queue (T_q) only if a stage is full.
+        from the size. So both are found by bisection. T_q is the wait for iterations to end (`_wait_s`) and,
+        if a stage is full, the wait in its queue. Below that prompts hardly wait for one another, because
+        requests of one size come as evenly as they were prefilled.
 
         Args:
             sizes: The tokens of a request.
@@ -145,33 +156,58 @@ class Pairs:
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) / 2
             tpot_s = self.decode.tpot_s(max(1.0, middle), kv_tokens)
-            num_decoding = self._rate_per_s(sizes, num_requests, tpot_s) * _decode_s(sizes, tpot_s)
+            rate_per_s = self._rate_per_s(sizes, num_requests, middle, tpot_s)
+            num_decoding = rate_per_s * _decode_s(sizes, tpot_s)
             low, high = (middle, high) if num_decoding > middle * self.num_decode else (low, middle)
         size = (low + high) / 2
         tpot_s = self.decode.tpot_s(max(1.0, size), kv_tokens)
-        rate_per_s = min(
-            self._rate_per_s(sizes, num_requests, tpot_s),
-            size * self.num_decode / max(_decode_s(sizes, tpot_s), _LEAST),
-        )
+        rate_per_s = self._rate_per_s(sizes, num_requests, size, tpot_s)
+        if decode_s := _decode_s(sizes, tpot_s):
+            rate_per_s = min(rate_per_s, size * self.num_decode / decode_s)
+        num_busy_prefill = rate_per_s * sizes.prefill_s(self.prefill)
+        num_drawn = rate_per_s * max(0.0, sizes.num_output_tokens - 1)
+        num_busy_decode = num_drawn / self.decode.tokens_per_s(kv_tokens)
         return Performance(
-            num_requests / rate_per_s - _decode_s(sizes, tpot_s),
+            num_requests / rate_per_s - decode_s,
             tpot_s,
             rate_per_s * sizes.num_output_tokens,
-            rate_per_s * sizes.prefill_s(self.prefill) / self.num_prefill,
-            size / self.decode.batch_size(kv_tokens),
+            num_busy_prefill / self.num_prefill,
+            num_busy_decode / self.num_decode,
+            (num_busy_prefill + num_busy_decode) / (self.num_prefill + self.num_decode),
             size,
             size * kv_tokens,
         )
 
-    def _rate_per_s(self, sizes: Sizes, num_requests: float, tpot_s: float) -> float:
-        """Return the answers a second with this T_TPOT, if no request queues for decode.
+    def _rate_per_s(self, sizes: Sizes, num_requests: float, batch_size: float, tpot_s: float) -> float:
+        """Return the answers a second with this batch and T_TPOT, if no request waits for a batch slot.
 
         The rate is at most the rate of prefill.
         """
         prefill_s = sizes.prefill_s(self.prefill)
         transfer_s = (sizes.num_prompt_tokens - sizes.num_cached_tokens) * self.token_transfer_s
         ttft_s = self.first_token_s + overlapped_s(prefill_s, transfer_s, self.num_layers)
-        return min(num_requests / (ttft_s + _decode_s(sizes, tpot_s)), self.num_prefill / prefill_s)
+        most_per_s = self.num_prefill / prefill_s
+        rate_per_s = num_requests / (ttft_s + _decode_s(sizes, tpot_s))
+        utilisation = min(1.0, rate_per_s / most_per_s)
+        ttft_s += _wait_s(num_requests, batch_size, tpot_s, utilisation)
+        return min(num_requests / (ttft_s + _decode_s(sizes, tpot_s)), most_per_s)
+
+
+def _wait_s(num_requests: float, batch_size: float, tpot_s: float, prefill_utilisation: float) -> float:
+    """Return the mean seconds of T_q for which requests wait because tokens come in iterations.
+
+    A request joins the batch between two iterations, and its first token is held until then. So it waits for
+    the rest of the iteration that runs when its KVCache has arrived, half an iteration on average.
+
+    The next request comes when an answer ends, so also between two iterations. Answers end one behind the
+    other, as their prompts were computed. So the next prompts come too early or too late by half an iteration
+    on average, and wait for that long if the prefill instance is still busy.
+
+    A request finds the batch that the other requests form (arrival theorem of closed networks). If the batch
+    is empty, the request does not wait.
+    """
+    num_others = batch_size * max(0.0, num_requests - 1) / num_requests
+    return min(1.0, num_others) * (1 + prefill_utilisation) * tpot_s / 2
 
 
 def _decode_s(sizes: Sizes, tpot_s: float) -> float:

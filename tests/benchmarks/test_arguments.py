@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.tools.arguments import counts, lengths, one_of
+from benchmarks.tools.arguments import counts, lengths, not_negative, one_of
 from mooncake.config.policies import EvictionPolicy
 
 
@@ -30,6 +30,7 @@ def test_a_command_without_its_counts_says_how_it_is_called(
     [
         (lengths, "128", "expected tokens in and out, as 128/64, got 128"),
         (lengths, "128/many", "as 128/64"),
+        (not_negative, "-1", "expected 0 or a number above 0, got -1"),
         (lengths, "128/0", "expected 1 or more, got 0"),
         (one_of(EvictionPolicy), "fifo", "expected one of lru, lfu, length_aware, got fifo"),
     ],

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,12 +19,14 @@ from benchmarks.tools.simulator.summary import Distribution, Summary
 from benchmarks.tools.traces.request import TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 from conductor.performance.model import Sizes
+from conductor.performance.objective import Terms, Weights
 from mooncake.cli import steps
 from mooncake.errors import ConfigError
 
 BASE = Setup(model="llama-3.1-8b", num_gpus=1, ttft_slo_s=1.0, rejects=False)
 NO_TIMES = Distribution(0.0, 0.0, 0.0, 0.0)
-EMPTY = Summary(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, NO_TIMES, NO_TIMES, 0.0, 0.0, 0.0, 0.0, 0.0)
+EMPTY = Summary(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, NO_TIMES, NO_TIMES, NO_TIMES, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_TERMS = Terms(0.0, 0.0, 0.0)
 ATTAINMENT = 0.9
 WORKLOADS = {
     "long prompts": SyntheticLoad(1.0, (3000.0,), (100.0,)),
@@ -47,11 +50,11 @@ def at_rate(load: SyntheticLoad, rate_per_s: float, nth_seed: int = 0) -> list[T
 
 
 @functools.cache
-def plan_of(name: str) -> Plan:
+def plan_of(name: str, weights: Weights | None = None) -> Plan:
     load = WORKLOADS[name]
     base = msgspec.structs.replace(BASE, tbt_slo_s=TBT_SLO_S[name])
     goodputs = Goodputs(partial(at_rate, load), ATTAINMENT, num_seeds=NUM_SEEDS)
-    return Search(goodputs, base, 4, [1], SIZES[name]).run()
+    return Search(goodputs, base, 4, [1], SIZES[name], weights).run()
 
 
 def effective_share(setup: Setup, load: SyntheticLoad, rate_per_s: float) -> float:
@@ -84,10 +87,10 @@ def test_no_chunk_that_fits_the_tbt_slo_serves_much_more_than_the_one_that_is_co
 def test_the_goodput_of_a_seed_is_below_the_least_rate_that_it_misses() -> None:
     good, bad = (msgspec.structs.replace(EMPTY, num_requests=10, num_effective=number) for number in (10, 5))
     trials = [
-        Trial(2.0, (good, good)),
-        Trial(8.0, (bad, good)),
-        Trial(4.0, (bad, good)),
-        Trial(3.0, (good, bad)),
+        Trial(2.0, (good, good), NO_TERMS),
+        Trial(8.0, (bad, good), NO_TERMS),
+        Trial(4.0, (bad, good), NO_TERMS),
+        Trial(3.0, (good, bad), NO_TERMS),
     ]
     assert Bracket(trials=trials).by_seed(ATTAINMENT) == [3.0, 2.0]
 
@@ -96,6 +99,31 @@ def test_prefill_gets_the_devices_where_prompts_are_long() -> None:
     plans = [plan_of(name) for name in ("long prompts", "long answers")]
     prefills = [plan.disaggregated.setup.num_prefill for plan in plans if plan.disaggregated is not None]
     assert prefills[0] > prefills[1]
+
+
+@pytest.mark.parametrize("weights", [Weights(0.0, 1.0, 0.0), Weights(1.0, 0.0, 0.0), Weights(0.0, 0.0, 1.0)])
+def test_with_weights_no_cluster_has_a_larger_objective_than_what_is_advised(weights: Weights) -> None:
+    plan = plan_of("long prompts", weights)
+    advised = plan.disaggregated
+    assert advised is not None
+    assert {of.setup for of in plan.neighbours} == set(neighbours(advised.setup))
+    goodputs = Goodputs(partial(at_rate, WORKLOADS["long prompts"]), ATTAINMENT, num_seeds=NUM_SEEDS)
+    for candidate in (advised, plan.coupled, *plan.neighbours):
+        found = goodputs.measure(candidate.setup, candidate.goodput_per_s, FINE).terms
+        assert found is not None
+        assert plan.score(candidate) == pytest.approx(found.objective(weights), rel=3 * FINE)
+        assert plan.score(candidate) <= plan.score(plan.best)
+
+
+def test_weights_decide_which_cluster_is_best() -> None:
+    by_latency, by_throughput = (
+        plan_of("long prompts", weights).best.terms
+        for weights in (Weights(0.0, 1.0, 0.0), Weights(0.0, 0.0, 1.0))
+    )
+    assert by_latency is not None
+    assert by_throughput is not None
+    assert by_latency.latency_s < by_throughput.latency_s
+    assert by_latency.output_tokens_per_s < by_throughput.output_tokens_per_s
 
 
 def test_instances_are_as_large_as_the_model_needs() -> None:
@@ -132,9 +160,35 @@ def test_prints_advice_and_writes_the_plan(
     assert f"{cost:.3g} with {best['setup']['num_coupled']} coupled, chunks of" in printed
 
 
+def test_prints_the_objective_and_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["--lengths", "2000/50", "--model", "llama-3.1-8b", "--gpus", "1", "--devices", "2"]
+    limits = ["--ttft-slo", "2", "--tbt-slo", "0.05", "--num-requests", "60", "--seeds", "1"]
+    assert run([*arguments, *limits, "--weights", "1", "0.5", "0.001", "--out", str(out)]) == 0
+    seen = capsys.readouterr().out
+    assert max(map(len, seen.splitlines())) <= 80
+    for name in ("J = 1 U_avg - 0.5 T_avg-latency + 0.001 Theta", "U_avg", "latency", "tokens/s"):
+        assert name in seen
+    assert "…" not in seen  # no heading is cut
+    plan = json.loads(out.read_text())["plan"]
+
+    def objective(candidate: dict[str, Any]) -> float:
+        terms = Terms(**candidate["terms"])
+        return terms.objective(Weights(1.0, 0.5, 0.001))
+
+    best = max((plan["disaggregated"], plan["coupled"]), key=objective)
+    assert f"J = {objective(best):.4g} at {best['goodput_per_s']:.3g} req/s within" in " ".join(seen.split())
+    rows = re.findall(r"^(?:1P\+1D|2 coupled).*", seen, re.MULTILINE)
+    assert f"{objective(best):.4g}" in rows[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--lengths", "100/10", "--devices", "2", "--weights", "0", "0", "0"],
+            "at least one must be above 0",
+        ),
         (["--lengths", "100/10", "--devices", "2", "--model", "lama3-70b"], "did you mean llama3-70b"),
         (["--lengths", "100/10", "--devices", "1"], "leave no room for KVCache"),
         (["--lengths", "100/10", "--devices", "8", "--tbt-slo", "0.001"], "no request can meet a TBT SLO"),

@@ -24,12 +24,19 @@ from benchmarks.tools.planner.questions import questions
 from benchmarks.tools.planner.report import Report, print_report
 from benchmarks.tools.planner.search import Plan, Search
 from benchmarks.tools.planner.workload import Workload
-from benchmarks.tools.simulator.arguments import add_instances, add_source, setup_of
+from benchmarks.tools.simulator.arguments import (
+    add_instances,
+    add_source,
+    add_weights,
+    setup_of,
+    weights_of,
+)
 from benchmarks.tools.simulator.setup import Setup
 from benchmarks.tools.traces.reading import TraceFile
 from benchmarks.tools.traces.replay import jittered
 from benchmarks.tools.traces.request import BLOCK_TOKENS
 from benchmarks.tools.traces.synthetic import SyntheticLoad
+from conductor.performance.objective import Weights
 from mooncake.cli.command_line import Parser, exit_code
 from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError
@@ -37,6 +44,7 @@ from mooncake.errors import ConfigError
 EXAMPLES = """examples:
   mooncake-plan --devices 16 --device-price 2.5 --lengths 2048/128 --ttft-slo 1 --tbt-slo 0.1
   mooncake-plan --devices 64 --trace trace.jsonl --ttft-slo 30 --tbt-slo 0.1 --rate 20 --out plan.json
+  mooncake-plan --devices 4 --lengths 2048/128 --ttft-slo 1 --tbt-slo 0.1 --weights 1 0.5 0.001
 
 docs/planner.md has the method, docs/simulator.md what is simulated.
 Exit codes: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C.
@@ -56,10 +64,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _plan(options: argparse.Namespace, command: str) -> int:
     began_s = time.monotonic()
-    base = _base(options)
+    base, weights = _base(options), weights_of(options)
     workload = _workload(options)
     sizes = group_sizes(base, options.devices, workload.longest_tokens)
-    plan = _search(base, workload, options.devices, sizes, options)
+    plan = _search(base, workload, sizes, weights, options)
     setup = (plan.disaggregated or plan.coupled).setup
     report = Report(
         command,
@@ -78,7 +86,11 @@ def _plan(options: argparse.Namespace, command: str) -> int:
 
 
 def _search(
-    base: Setup, workload: Workload, num_devices: int, sizes: Sequence[int], options: argparse.Namespace
+    base: Setup,
+    workload: Workload,
+    sizes: Sequence[int],
+    weights: Weights | None,
+    options: argparse.Namespace,
 ) -> Plan:
     """Run the search, and show each simulation. Their number is not known in advance."""
     numbers = itertools.count(1)
@@ -94,7 +106,7 @@ def _search(
             show,
             options.seeds,
         )
-        return Search(goodputs, base, num_devices, sizes, workload.sizes).run()
+        return Search(goodputs, base, options.devices, sizes, workload.sizes, weights).run()
 
 
 def _base(options: argparse.Namespace) -> Setup:
@@ -136,6 +148,8 @@ def _parser() -> Parser:
     _add_workload(parser.add_argument_group("workload"))
     _add_hardware(parser.add_argument_group("devices"))
     _add_slos(parser.add_argument_group("SLOs"))
+    objective = "compare clusters not by goodput but, at their goodputs, by"
+    add_weights(parser.add_argument_group("objective"), objective)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the plan as JSON")
     return parser
 

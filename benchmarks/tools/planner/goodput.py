@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
+import msgspec
+
 from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.simulator.summary import Summary
 from benchmarks.tools.traces.request import TraceRequest
+from conductor.performance.objective import Terms
 from mooncake.errors import ConfigError
 
 FARTHEST = 64
@@ -34,6 +37,8 @@ class Trial(NamedTuple):
 
     rate_per_s: float
     summaries: tuple[Summary, ...]
+    terms: Terms
+    """The terms of BanaServe's objective, as means over all seeds."""
 
     @property
     def effective_share(self) -> float:
@@ -64,6 +69,11 @@ class Bracket:
     def limit(self) -> str:
         """The SLO that is missed first when the rate grows; empty if none was missed."""
         return "" if self.missed is None else self.missed.limit
+
+    @property
+    def terms(self) -> Terms | None:
+        """The terms of BanaServe's objective at the highest rate that was served; None if none was."""
+        return None if self.served is None else self.served.terms
 
     def by_seed(self, attainment: float) -> list[float]:
         """Return for each seed the highest tried rate that it serves by itself.
@@ -138,12 +148,13 @@ class Goodputs:
         return self._try(setup, rate_per_s)
 
     def _try(self, setup: Setup, rate_per_s: float) -> bool:
-        summaries = []
+        runs = []
         for nth in range(self.num_seeds):
             self.on_simulation(setup, rate_per_s)
             self.num_simulations += 1
-            summaries.append(simulate(setup, self.load(rate_per_s, nth))[0].summary)
-        trial, bracket = Trial(rate_per_s, tuple(summaries)), self.known(setup)
+            runs.append(simulate(setup, self.load(rate_per_s, nth))[0])
+        terms = Terms(*map(fmean, zip(*(msgspec.structs.astuple(run.terms) for run in runs), strict=True)))
+        trial, bracket = Trial(rate_per_s, tuple(run.summary for run in runs), terms), self.known(setup)
         bracket.trials.append(trial)
         is_served = trial.effective_share >= self.attainment
         if is_served:

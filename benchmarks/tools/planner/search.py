@@ -12,21 +12,28 @@ their iterations take longer. So the search begins with the middle size, and wal
 Clusters that the search only passes are simulated with one seed. Clusters that it compares in the end and
 reports are simulated with all seeds.
 
+With weights, clusters are compared by BanaServe's objective J (section 4.3, equations 18 and 31) instead,
+each at its goodput, the highest rate within the latency budgets (equation 29). One simulation does not tell
+then that a rival is worse. So the goodput of each cluster is found, and walks go to neighbours with a larger
+J.
+
 Owns: the order of the search, and what it has found. Does not know: how goodput is found, what it means.
 """
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
 
 from benchmarks.tools.planner import placements
-from benchmarks.tools.planner.goodput import Goodputs
+from benchmarks.tools.planner.goodput import Bracket, Goodputs
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
 from conductor.elasticity.capacity import Division, DivisionCapacity
 from conductor.elasticity.demand import OfferedLoad
-from conductor.performance.model import DecodeCapacity, Sizes
+from conductor.performance.model import Sizes
+from conductor.performance.objective import Terms, Weights
 
 COARSE, FINE = 0.08, 0.03
 """The relative precision of goodputs: COARSE while the search walks, FINE for reported clusters."""
@@ -36,7 +43,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """A cluster and its goodput in requests a second.
 
     If `is_bound`, the goodput is only an upper bound. `least_per_s` and `most_per_s` are the least and the
-    largest goodput of a single seed. Times are 90th percentiles, at the goodput.
+    largest goodput of a single seed. Times are 90th percentiles, at the goodput. `terms` are those of
+    BanaServe's objective at the goodput; None if the cluster serves nothing within the SLOs.
     """
 
     setup: Setup
@@ -47,13 +55,26 @@ class Candidate(msgspec.Struct, frozen=True):
     limit: str
     ttft_p90_s: float | None
     tbt_p90_s: float | None
+    terms: Terms | None
+
+
+def score_of(goodput_per_s: float, terms: Terms | None, weights: Weights | None) -> float:
+    """Return the figure by which clusters are compared; the more, the better.
+
+    The figure is the goodput or, with weights, J at the goodput. A cluster that serves nothing within the
+    SLOs has no J and is worse than all others, so its figure is minus infinity.
+    """
+    if weights is None:
+        return goodput_per_s
+    return -math.inf if terms is None else terms.objective(weights)
 
 
 class Plan(msgspec.Struct, frozen=True):
     """The best clusters of a search.
 
     `disaggregated` is None if there are too few devices for two instances. `others` are all further clusters
-    that were examined. `next_ones` have one more instance than the best cluster.
+    that were examined. `next_ones` have one more instance than the best cluster. `weights` are those of
+    BanaServe's objective; None if clusters are compared by their goodput.
     """
 
     disaggregated: Candidate | None
@@ -62,20 +83,24 @@ class Plan(msgspec.Struct, frozen=True):
     others: list[Candidate]
     next_ones: list[Candidate]
     num_simulations: int
+    weights: Weights | None = None
 
     @property
     def best(self) -> Candidate:
         """The better cluster. If both are equally good it is the coupled one, because it is simpler."""
         ours = self.disaggregated
-        if ours is None or ours.goodput_per_s <= self.coupled.goodput_per_s:
-            return self.coupled
-        return ours
+        return self.coupled if ours is None or self.score(ours) <= self.score(self.coupled) else ours
+
+    def score(self, candidate: Candidate) -> float:
+        """Return the figure by which a cluster of this plan is compared, as `score_of`."""
+        return score_of(candidate.goodput_per_s, candidate.terms, self.weights)
 
 
 class Search:
     """The search for the best cluster of `num_devices` devices, in instances of one of `group_sizes`.
 
-    `base` has model, hardware, SLOs and policies. `goodputs` simulates with all seeds.
+    `base` has model, hardware, SLOs and policies. `goodputs` simulates with all seeds. `weights` are those of
+    BanaServe's objective; None to compare goodputs.
     """
 
     def __init__(
@@ -85,11 +110,12 @@ class Search:
         num_devices: int,
         group_sizes: Sequence[int],
         sizes: Sizes,
+        weights: Weights | None = None,
     ) -> None:
         self._goodputs, self._base, self._num_devices, self._sizes = goodputs, base, num_devices, sizes
         self._passing = Goodputs(goodputs.load, goodputs.attainment, goodputs.on_simulation)
         """Goodputs of clusters that the search only passes, with the first seed alone."""
-        self._group_sizes = group_sizes
+        self._group_sizes, self._weights = group_sizes, weights
         self._guess_per_s = self._most_prompts_per_s()
         self._seen: dict[Setup, None] = {}
 
@@ -102,18 +128,16 @@ class Search:
 
     def _expected_per_s(self, setup: Setup) -> float:
         """Return the goodput that the performance model predicts for a disaggregated cluster."""
-        shape, sizes = setup.shape(), self._sizes
-        prefill, decode = shape.costs.profiled
+        sizes, (prefill, _) = self._sizes, setup.shape().costs.profiled
         load = OfferedLoad(1.0, sizes.prefill_s(prefill), sizes.num_output_tokens, *sizes[:2], window_s=1.0)
-        num_device_tokens = shape.num_device_blocks * shape.block_tokens
-        capacity = DecodeCapacity(decode, setup.max_batch, num_device_tokens, setup.tbt_slo_s)
-        return DivisionCapacity(load, capacity).requests_per_s(Division(setup.num_prefill, setup.num_decode))
+        division = Division(setup.num_prefill, setup.num_decode)
+        return DivisionCapacity(load, setup.decode_capacity()).requests_per_s(division)
 
     def run(self) -> Plan:
         """Run the search, and return the plan. Raises ConfigError."""
         ours, rival = self._best_disaggregated(), self._best_coupled()
         nearby = [] if ours is None else [self._fine(setup) for setup in placements.neighbours(ours)]
-        best = rival if ours is None or self._low_per_s(ours) <= self._low_per_s(rival) else ours
+        best = rival if ours is None or self._fine_score(ours) <= self._fine_score(rival) else ours
         next_ones = [self._fine(setup) for setup in placements.one_more(best)]
         shown = {ours, rival, *nearby, *next_ones}
         return Plan(
@@ -123,6 +147,7 @@ class Search:
             [self._candidate(setup) for setup in self._seen if setup not in shown],
             [self._candidate(setup) for setup in next_ones],
             self._goodputs.num_simulations + self._passing.num_simulations,
+            self._weights,
         )
 
     def _best_disaggregated(self) -> Setup | None:
@@ -150,7 +175,7 @@ class Search:
         """Walk from cluster to cluster while a neighbour is better. Returns the last one."""
         while True:
             nearby = [self._fine(setup) for setup in placements.neighbours(best)]
-            better = max([best, *nearby], key=self._low_per_s)
+            better = max([best, *nearby], key=self._fine_score)
             if better == best:
                 return best
             best = better
@@ -177,6 +202,9 @@ class Search:
             self._pass(setup)
             return setup
         self._seen[setup] = None
+        if self._weights is not None:
+            self._pass(setup)
+            return max(best, setup, key=lambda of: self._score(self._passing.known(of)))
         beyond_per_s = self._passing.known(best).high_per_s
         assert beyond_per_s is not None
         if not self._passing.serves(setup, beyond_per_s):
@@ -196,8 +224,11 @@ class Search:
         self._guess_per_s = low_per_s or self._guess_per_s
         return low_per_s
 
-    def _low_per_s(self, setup: Setup) -> float:
-        return self._goodputs.known(setup).low_per_s
+    def _fine_score(self, setup: Setup) -> float:
+        return self._score(self._goodputs.known(setup))
+
+    def _score(self, known: Bracket) -> float:
+        return score_of(known.low_per_s, known.terms, self._weights)
 
     def _candidate(self, setup: Setup) -> Candidate:
         exact = self._goodputs.known(setup)
@@ -215,4 +246,5 @@ class Search:
             known.limit,
             None if at is None else fmean(summary.ttft_s.p90 for summary in at),
             None if at is None else fmean(summary.tbt_s.p90 for summary in at),
+            known.terms,
         )

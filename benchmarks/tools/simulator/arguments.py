@@ -1,4 +1,6 @@
-"""Options that `mooncake-sim` and `mooncake-plan` share: the source of requests, the kind of instances.
+"""Options that `mooncake-sim` and `mooncake-plan` share.
+
+These are the source of requests, the kind of instances, and the weights of BanaServe's objective.
 
 Owns: these options, the `Setup` that they describe. Does not know: other options.
 """
@@ -11,6 +13,8 @@ from benchmarks.tools.arguments import count, not_negative, positive
 from benchmarks.tools.simulator.cluster.machines.cards import HARDWARE, MODELS
 from benchmarks.tools.simulator.setup import Setup
 from benchmarks.tools.traces.replay import TICK_S
+from conductor.performance.objective import Weights
+from mooncake.errors import ConfigError
 
 
 def add_source(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGroup:
@@ -42,6 +46,27 @@ def add_instances(group: argparse._ArgumentGroup) -> None:
     )
     pool_help = "of an instance's part of the pool (default: its DRAM)"
     group.add_argument("--pool-tokens", type=count, metavar="TOKENS", help=pool_help)
+
+
+def add_weights(group: argparse._ArgumentGroup, use: str) -> None:
+    """Add the option for the weights of BanaServe's objective. `use` says what they are for."""
+    group.add_argument(
+        "--weights",
+        type=not_negative,
+        nargs=3,
+        metavar=("ALPHA", "BETA", "GAMMA"),
+        help=f"{use} J = ALPHA * U_avg - BETA * T_avg-latency + GAMMA * Theta (BanaServe): the worth of a"
+        " mean utilisation of 1, of a second of mean TTFT + mean time per token, of an output token/s",
+    )
+
+
+def weights_of(options: argparse.Namespace) -> Weights | None:
+    """Return the weights; None if none are given. Raises ConfigError if all are 0."""
+    if options.weights is None:
+        return None
+    if not any(options.weights):
+        raise ConfigError("--weights of 0 make all clusters equal: at least one must be above 0")
+    return Weights(*options.weights)
 
 
 def setup_of(options: argparse.Namespace, **more: Any) -> Setup:

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.tools.arguments import count, not_negative, one_of, positive
-from benchmarks.tools.simulator.arguments import add_instances, add_source, setup_of
+from benchmarks.tools.simulator.arguments import add_instances, add_source, add_weights, setup_of, weights_of
 from benchmarks.tools.simulator.pictures import Drawn, draw
 from benchmarks.tools.simulator.report import Report, print_report
 from benchmarks.tools.simulator.series import LoadSeries
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
     options.joins, options.leaves = tuple(options.joins or ()), tuple(options.leaves or ())
-    setup = setup_of(options)
+    setup, weights = setup_of(options), weights_of(options)
     setup.shape()  # faults are reported before the trace is read
     _refuse_idle(options, setup)
     loads, num_requests = _loads(options)
@@ -65,7 +65,7 @@ def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
             watched = _watched(load(), show)
             simulated, results = simulate(setup, watched, name, series)
             drawn.append(Drawn(simulated, results, series))
-    report = Report(shlex.join(command), msgspec.to_builtins(setup), [d.run for d in drawn])
+    report = Report(shlex.join(command), msgspec.to_builtins(setup), [d.run for d in drawn], weights)
     print_report(report, Console())
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -190,6 +190,7 @@ def _parser() -> Parser:
     _add_load(parser.add_argument_group("load"))
     _add_cluster(parser.add_argument_group("cluster"))
     _add_policies(parser.add_argument_group("policies and SLOs"))
+    add_weights(parser.add_argument_group("objective"), "print")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="report.json and pictures go here")
     return parser
 

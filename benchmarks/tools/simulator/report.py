@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tools.simulator.summary import Distribution, Summary
+from conductor.performance.objective import Terms, Weights
 
 REPORT_FILE = "report.json"
 
@@ -23,6 +24,8 @@ class SimulatedRun(msgspec.Struct, frozen=True):
     rate_per_s: float
     """The rate of arrivals in requests a second."""
     summary: Summary
+    terms: Terms
+    """The terms of BanaServe's objective."""
     reasons: dict[str, int]
     num_events: int
     seconds: float
@@ -37,6 +40,8 @@ class Report(msgspec.Struct, frozen=True):
     command: str
     settings: dict[str, Any]
     runs: list[SimulatedRun]
+    weights: Weights | None = None
+    """The weights of BanaServe's objective; None if it is not wanted."""
 
     def save(self, folder: Path) -> None:
         """Write the report as JSON."""
@@ -50,7 +55,7 @@ def print_report(report: Report, console: Console) -> None:
     table.add_column("")
     for run in report.runs:
         table.add_column(run.load, justify="right")
-    for name, cells in _rows(report.runs):
+    for name, cells in _rows(report):
         table.add_row(name, *cells)
     console.print(table)
     for run in report.runs:
@@ -58,7 +63,9 @@ def print_report(report: Report, console: Console) -> None:
             console.print(f"{run.load}: {number:,} rejected, {reason}", markup=False)
 
 
-def _rows(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
+def _rows(report: Report) -> list[tuple[str, list[str]]]:
+    runs = report.runs
+
     def row(name: str, show: Any) -> tuple[str, list[str]]:
         return name, [show(run.summary) for run in runs]
 
@@ -70,17 +77,29 @@ def _rows(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
         ),
         row("effective", lambda s: f"{s.num_effective:,} ({s.effective_share:.1%})"),
         row("goodput, req/s", lambda s: f"{s.goodput_per_s:.2f}"),
-        row("output, tokens/s", lambda s: f"{s.output_tokens_per_s:,.0f}"),
         row("TTFT mean / p50 / p90 / p99, s", lambda s: _times(s.ttft_s, 1, 2)),
         row("TBT mean / p50 / p90 / p99, ms", lambda s: _times(s.tbt_s, 1000, 1)),
         row("within TTFT / TBT SLO", lambda s: f"{s.ttft_attainment:.1%} / {s.tbt_attainment:.1%}"),
         row("input cached / fetched", lambda s: f"{s.cached_share:.1%} / {s.fetched_share:.1%}"),
         row("device time of a prefill, s", lambda s: f"{s.prefill_s_per_request:.3f}"),
+        *_objective(runs, report.weights),
         *_elastic(runs),
         ("events", [f"{run.num_events:,}" for run in runs]),
         ("events/s", [f"{run.num_events / max(run.seconds, 1e-9):,.0f}" for run in runs]),
         ("simulated in, s", [f"{run.seconds:.1f}" for run in runs]),
     ]
+
+
+def _objective(runs: list[SimulatedRun], weights: Weights | None) -> list[tuple[str, list[str]]]:
+    """Return the rows of BanaServe's objective: its terms, and with weights its value."""
+    rows = [
+        ("U_avg", [f"{run.terms.utilisation:.1%}" for run in runs]),
+        ("T_avg-latency, s", [f"{run.terms.latency_s:.3f}" for run in runs]),
+        ("Theta, output tokens/s", [f"{run.terms.output_tokens_per_s:,.0f}" for run in runs]),
+    ]
+    if weights is not None:
+        rows.append(("J", [f"{run.terms.objective(weights):.4g}" for run in runs]))
+    return rows
 
 
 def _elastic(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:

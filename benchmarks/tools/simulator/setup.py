@@ -20,9 +20,10 @@ from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.simulator.moved_layers import LayerMoves, SharedDevices
 from benchmarks.tools.simulator.report import SimulatedRun
-from benchmarks.tools.simulator.summary import SLOs, summarize
+from benchmarks.tools.simulator.summary import SLOs, summarize, terms_of
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest, in_blocks
 from conductor.membership.roles import SwitchEnd
+from conductor.performance.model import DecodeCapacity
 from conductor.settings import Limits, PolicySettings
 from conductor.view.decision_stats import MigrationOutcome
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
@@ -149,6 +150,20 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             prefill_layer_window=self.prefill_layer_window,
         )
 
+    @property
+    def num_instances(self) -> int:
+        """The number of all instances, including those that join later or leave."""
+        return self.num_prefill + self.num_decode + self.num_both + self.num_coupled + len(self.joins)
+
+    def decode_capacity(self) -> DecodeCapacity:
+        """Return the capacity of an instance for decoding, in the form of the performance model.
+
+        Raises ConfigError.
+        """
+        shape = self.shape()
+        num_device_tokens = shape.num_device_blocks * shape.block_tokens
+        return DecodeCapacity(shape.costs.profiled[1], self.max_batch, num_device_tokens, self.tbt_slo_s)
+
     def _check(self, costs: Costs) -> None:
         has_pairs = self.num_prefill > 0 and self.num_decode > 0
         is_whole = has_pairs or (self.num_both > 0 and not self.num_prefill and not self.num_decode)
@@ -269,11 +284,14 @@ def simulate(
             "num_switches": float(cluster.conductor.roles.num_switches[SwitchEnd.DONE]),
             "num_moves": float(sum(num_moved.values())),
         }
+    summary = summarize(results, setup.slos)
+    costs, capacity = setup.shape().costs, setup.decode_capacity()
     run = SimulatedRun(
         setup.name,
         load_name,
         len(results) / span_s if span_s else 0.0,
-        summarize(results, setup.slos),
+        summary,
+        terms_of(results, summary, costs, capacity, setup.num_instances),
         reasons,
         cluster.clock.num_events,
         seconds,

@@ -56,6 +56,36 @@ def test_instances_that_compute_and_decode(
     assert name in capsys.readouterr().out
 
 
+def test_prints_the_terms_of_the_objective_and_with_weights_its_value(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--trace", str(trace), "--prefill", "1", "--decode", "1", *CLUSTER, "--out", str(tmp_path)]
+    assert run(arguments) == 0
+    printed = capsys.readouterr().out
+    for name in ("U_avg", "T_avg-latency, s", "Theta, output tokens/s"):
+        assert name in printed
+    assert not re.search(r"│ J +│", printed)
+    assert run([*arguments, "--weights", "1", "0.5", "0.001"]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    terms = report["runs"][0]["terms"]
+    assert 0 < terms["utilisation"] < 1
+    value = terms["utilisation"] - 0.5 * terms["latency_s"] + 0.001 * terms["output_tokens_per_s"]
+    assert re.search(rf"│ J +│ +{value:.4g} │", capsys.readouterr().out)
+    assert report["weights"] == [1.0, 0.5, 0.001]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [(["1"], "expected 3 arguments"), (["1", "-1", "1"], "expected 0 or a number above 0, got -1")],
+)
+def test_refuses_weights_that_are_too_few_or_negative(
+    trace: Path, weights: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(["--trace", str(trace), "--coupled", "1", "--weights", *weights])
+    assert message in capsys.readouterr().err
+
+
 def test_the_simulated_requests_are_told_without_a_terminal(
     trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +103,7 @@ def test_the_simulated_requests_are_told_without_a_terminal(
         (["--coupled", "2", "--tbt-slo", "0.001"], "no request can meet a TBT SLO of 1 ms"),
         (["--coupled", "2", "--ttft-slo", "0.001"], "no request can meet a TTFT SLO of 1 ms"),
         (["--coupled", "2", "--gpus", "1"], "leave no room for KVCache"),
+        (["--coupled", "2", "--weights", "0", "0", "0"], "at least one must be above 0"),
         (["--coupled", "2", "--rate", "3"], "change it with --speed"),
         (["--coupled", "2", "--profile", "/nowhere"], "/nowhere"),
         (

@@ -36,6 +36,22 @@ def test_one_request_alone_takes_its_prefill_and_its_iterations() -> None:
     assert found.output_tokens_per_s == pytest.approx(101 / (prefill_s + 100 * iteration_s))
 
 
+@pytest.mark.parametrize("num_output_tokens", [201, 2001])
+def test_requests_wait_for_iterations_to_end_before_prefill_and_before_decode(num_output_tokens: int) -> None:
+    """Equation 20: T_q where no stage is full."""
+    found = pairs().performance(Sizes(200, num_output_tokens), 20)
+    prefill_s = PREFILL.seconds(200, 20_000)
+    assert 0.02 < found.prefill_utilisation < 0.8
+    wait_s = (1 + found.prefill_utilisation) * found.tpot_s / 2
+    assert found.ttft_s == pytest.approx(prefill_s + wait_s, rel=1e-3)
+
+
+def test_answers_of_one_token_are_as_many_as_prompts_can_be_computed() -> None:
+    found, prefill_s = pairs().performance(Sizes(1000, 1), 10), PREFILL.seconds(1000, 500_000)
+    assert found.output_tokens_per_s == pytest.approx(1 / prefill_s)
+    assert found.ttft_s == pytest.approx(10 * prefill_s)
+
+
 def test_requests_queue_where_prefill_is_full() -> None:
     found, prefill_s = pairs().performance(SIZES, 100), PREFILL.seconds(1000, 500_000)
     assert found.prefill_utilisation == pytest.approx(1.0)

@@ -166,6 +166,13 @@ class Batch:
         self._num_dropped_runs = oldest
 
 
+def tpot_s(gaps: Gaps) -> float | None:
+    """Return the time per output token of a request, the mean of all its gaps; None if there are no gaps."""
+    if not gaps:
+        return None
+    return sum(number * seconds for number, seconds in gaps) / sum(number for number, _ in gaps)
+
+
 def tbt_s(gaps: Gaps) -> float | None:
     """Return the TBT of a request with these gaps; None if there are no gaps."""
     if not gaps:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.tools.simulator.cluster.batch import Member, tbt_s
+from benchmarks.tools.simulator.cluster.batch import Member, tbt_s, tpot_s
 from benchmarks.tools.simulator.cluster.machines.machine import IterationJitter
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
@@ -78,7 +78,7 @@ class SimulatedRequest:
         return self.num_input_tokens - 1
 
 
-_TIMES = ("arrival_s", "ttft_s", "tbt_s", "end_s", "prefill_s")
+_TIMES = ("arrival_s", "ttft_s", "tpot_s", "tbt_s", "end_s", "prefill_s")
 _COUNTS = ("num_input_tokens", "num_output_tokens", "num_cached_tokens", "num_fetched_tokens", "outcome")
 _NEVER = float("nan")
 
@@ -86,8 +86,8 @@ _NEVER = float("nan")
 class Results:
     """The results of all requests that have ended, as columns. `results[name]` is a column as an array.
 
-    `ttft_s` and `tbt_s` are NaN where a request had no such time. Tokens of requests that did not finish do
-    not count as output. A request takes 80 bytes.
+    `ttft_s`, `tpot_s` and `tbt_s` are NaN where a request had no such time. Tokens of requests that did not
+    finish do not count as output. A request takes 88 bytes.
     """
 
     def __init__(self, jitter: IterationJitter | None = None) -> None:
@@ -97,15 +97,16 @@ class Results:
 
     def end(self, request: SimulatedRequest, outcome: Outcome, now_s: float) -> None:
         """Record the end of a request. To be called once for each request."""
-        ttft_s = tbt = None
+        ttft_s = tpot = tbt = None
         if outcome is Outcome.FINISHED:
             assert request.first_token_s is not None
             gaps = request.gaps if self._jitter is None else self._jitter.applied(request.gaps)
-            ttft_s, tbt = request.first_token_s - request.arrival_s, tbt_s(gaps)
+            ttft_s, tpot, tbt = request.first_token_s - request.arrival_s, tpot_s(gaps), tbt_s(gaps)
         num_output_tokens = request.num_output_tokens if ttft_s is not None else 0
         row = (
             request.arrival_s,
             _NEVER if ttft_s is None else ttft_s,
+            _NEVER if tpot is None else tpot,
             _NEVER if tbt is None else tbt,
             now_s,
             request.prefill_s,
