@@ -43,9 +43,11 @@ def looped(name: str, ttft_s: float, gap_s: float, each_s: float) -> list[Outcom
     ]
 
 
-def test_a_pair_takes_longer_than_its_profile_says() -> None:
+@pytest.mark.parametrize("busy_prompt_s", [0.02, 0.06])
+def test_a_pair_takes_longer_than_its_profile_says(busy_prompt_s: float) -> None:
     """A server that is a tenth slower, takes 50 ms more for a first token, and longer when busy; each request
-    that joins takes 4 ms and 10 us a token, and each prompt takes its instance 20 ms of the 50."""
+    that joins takes 4 ms and 10 us a token, and each prompt takes its instance 20 ms of the 50, or 60 ms
+    while another instance computes."""
     decode = DECODE._replace(constant_s=0.08)
 
     def ttft_s(name: str) -> float:
@@ -57,7 +59,7 @@ def test_a_pair_takes_longer_than_its_profile_says() -> None:
     gap_s = 1.2 * decode.constant_s
 
     def busy(name: str) -> list[Outcome]:
-        each_s = 0.02 + 1.4 * (ttft_s(name) - 0.05)  # somebody is always decoded meanwhile
+        each_s = busy_prompt_s + 1.4 * (ttft_s(name) - 0.05)  # somebody is always decoded meanwhile
         join_s = 0.004 + 1e-5 * pair.LOOPS[name].num_input_tokens
         return looped(name, 2.0, 1.25 * gap_s / (1 - join_s / each_s), each_s)
 
@@ -71,7 +73,9 @@ def test_a_pair_takes_longer_than_its_profile_says() -> None:
     )
     assert found.prefill == pytest.approx(times(1.1, PREFILL))
     assert found.decode == pytest.approx(times(1.2, decode))
-    assert (found.first_token_s, found.prompt_s) == pytest.approx((0.03, 0.02))
+    prompt_s = min(busy_prompt_s, 0.05)
+    assert (found.first_token_s, found.prompt_s) == pytest.approx((0.05 - prompt_s, prompt_s))
+    assert found.busy_prompt_s == pytest.approx(busy_prompt_s)
     assert found.slowdowns == pytest.approx((1.4, 1.25))
     assert found.join_costs == pytest.approx((0.004, 1e-5))
     assert found.longest_mean == pytest.approx(1.3)

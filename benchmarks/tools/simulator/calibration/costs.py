@@ -51,6 +51,9 @@ class Calibration:
     """The factors of prefill and of decode while another instance computes too."""
     join_costs: JoinCosts = NO_JOIN_COSTS
     """The costs of requests that join a batch with KVCache from elsewhere."""
+    busy_prompt_s: float = 0.0
+    """Seconds that `prompt_s` becomes while the other instance computes all the time, as for that work the
+    processes of a server have no core of their own then."""
 
     @property
     def costs(self) -> Corrected:
@@ -79,6 +82,7 @@ def mean(calibrations: Sequence[Calibration]) -> Calibration:
         of("prompt_s"),
         of("slowdowns"),
         JoinCosts(*of("join_costs")),
+        of("busy_prompt_s"),
     )
 
 

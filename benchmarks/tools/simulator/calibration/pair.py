@@ -62,8 +62,8 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
     corrected = times(prefill_factor, prefill), times(decode_factor, decode)
     busy = [_Busy.of(LOOPS[name], finished[name], *corrected) for name in BUSY_LOOPS]
     decode_slowdown, join_costs = _fitted_gaps(busy)
-    prefill_slowdown, prompt_s = _fitted_prefills(busy)
-    prompt_s = min(prompt_s, latency_s)
+    prefill_slowdown, busy_prompt_s = _fitted_prefills(busy)
+    prompt_s = min(busy_prompt_s, latency_s)
     return Calibration(
         profiled,
         *corrected,
@@ -74,6 +74,7 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
         prompt_s,
         (prefill_slowdown, decode_slowdown),
         join_costs,
+        busy_prompt_s,
     )
 
 
