@@ -56,6 +56,12 @@ def work(task: Any, body: bytes) -> TaskResult:
 
 
 @pytest.fixture
+def second_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit tasks to a second of computing, in processes that are forked after this."""
+    monkeypatch.setattr("conductor.front.requests.task_process._MAX_CPU_S", 1)
+
+
+@pytest.fixture
 async def offload() -> AsyncIterator[Offload]:
     """Work in other processes, of which none is left after the test."""
     before = children()
@@ -94,14 +100,9 @@ async def test_tasks_are_done_in_one_other_process_a_queue(offload: Offload) -> 
     assert [len(part) for part in other.parts] == [5, 1 << 20, 0]
 
 
+@pytest.mark.usefixtures("second_of_computing")
 @pytest.mark.parametrize("costly", ["compute for ever", "take memory", "die"])
-async def test_what_takes_too_much_is_refused_and_the_next_is_done(
-    costly: str,
-    monkeypatch: pytest.MonkeyPatch,
-    offload: Offload,
-) -> None:
-    monkeypatch.setattr("conductor.front.requests.task_process._MAX_CPU_S", 1)
-
+async def test_what_takes_too_much_is_refused_and_the_next_is_done(costly: str, offload: Offload) -> None:
     tasks = [asyncio.create_task(offload.do(Queue.SHORT, task)) for task in (costly, "next")]
     with pytest.raises(RequestError, match="make it simpler") as caught:
         await tasks[0]
