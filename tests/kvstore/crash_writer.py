@@ -1,7 +1,5 @@
 """A client that stores, reads, leases and removes blocks at random. Tests kill or stop it at any moment.
 
-    python -m tests.kvstore.crash_writer SOCKET SEED
-
 A block's bytes follow from its key, so every reader can check them. Each line on stdout names an action that
 begins or that was acknowledged, before the next action begins; `fault ...` reports a violated invariant.
 Commands on stdin: `own KEY...` (blocks of a predecessor), `go`, `pause`, and `stop`: to stop this process in
@@ -12,7 +10,6 @@ import os
 import random
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -25,6 +22,7 @@ from kvstore.client.leases import Lease
 from messenger.wire import checksums
 from mooncake.errors import PoolError
 from mooncake.messages.blocks import BlockKey, KVLayout
+from tests.forked import preload
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=32, dtype="bfloat16")
 FINGERPRINT = "c" * 32
@@ -34,6 +32,7 @@ MOST_LEASED = 2
 PATIENCE_S = 30.0
 """Seconds for which a call is repeated while the messenger is being restarted."""
 Answer = TypeVar("Answer")
+preload("tests.kvstore.crash_writer")
 
 
 def block_of(key: BlockKey) -> bytes:
@@ -201,5 +200,6 @@ def tell(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-if __name__ == "__main__":
-    CrashWriter(*sys.argv[1:]).run()
+def run(socket_path: str, seed: str) -> None:
+    """Be such a client of the messenger at this socket, for a process of its own."""
+    CrashWriter(socket_path, seed).run()

@@ -6,11 +6,10 @@ the moments nearly so.
 """
 
 import contextlib
+import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,10 @@ from mooncake.config.sections import KVCacheConfig
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import PoolStats, Tier
 from tests.deadline import DEADLINE_S
+from tests.forked import Forked
+from tests.kvstore import crash_writer
 from tests.kvstore.crash_writer import FINGERPRINT, LAYOUT, Lines, block_of, insist
-from tests.kvstore.nodes import ROOT, Node, unused
+from tests.kvstore.nodes import Node, unused
 from tests.kvstore.pools import connected
 
 pytestmark = pytest.mark.cluster
@@ -52,14 +53,22 @@ class Client:
     """A writer process, and what it has told of its blocks."""
 
     def __init__(self, socket_path: str, seed: str, stored: Sequence[BlockKey]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kvstore.crash_writer", socket_path, seed],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
+        stdin, commands = os.pipe()
+        lines, stdout = os.pipe()
+        self.process = Forked(
+            crash_writer.run,
+            socket_path,
+            seed,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=2,
+            environ=dict(os.environ),
         )
-        assert self.process.stdout is not None
-        self.lines = Lines(self.process.stdout.fileno())
+        os.close(stdin)
+        os.close(stdout)
+        self._commands = os.fdopen(commands, "wb", buffering=0)
+        self._lines = os.fdopen(lines, "rb")
+        self.lines = Lines(lines)
         self.stored = set(stored)
         self.removed: set[BlockKey] = set()
         self.unsettled: set[BlockKey] = set()
@@ -72,10 +81,8 @@ class Client:
 
     def command(self, line: str) -> None:
         self.is_paused = False
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # who has ended by itself is noticed by `listen`
-            self.process.stdin.write(f"{line}\n".encode())
-            self.process.stdin.flush()
+            self._commands.write(f"{line}\n".encode())
 
     def listen(self) -> None:
         """Takes in what it has told. Raises EOFError after its end."""
@@ -109,16 +116,11 @@ class Client:
         self.process.wait()
         with contextlib.suppress(EOFError):
             self.listen()
-        self.close()
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+        self.process.close()
+        self._commands.close()
+        self._lines.close()
 
 
 class Crashes:
@@ -306,6 +308,7 @@ class Crashes:
 
     def replace(self, victim: Client) -> None:
         """The blocks of a dead client get another owner."""
+        victim.close()
         self.unsettled |= victim.unsettled
         self.removed |= victim.removed
         self.clients[self.clients.index(victim)] = self.start_client(sorted(victim.stored))
@@ -361,15 +364,12 @@ def test_lease_of_a_dead_messenger_notices_that_its_block_went_and_came_back(nod
         lease.end()
 
 
-def test_crashes_lose_and_damage_nothing(tmp_path: Path) -> None:
-    with Crashes(tmp_path, seed=1) as crashes:
-        crashes.play(range(12))
-        assert crashes.num_moves > 0, "nothing went from tier to tier"
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_many_crashes_lose_and_damage_nothing(tmp_path: Path) -> None:
-    with Crashes(tmp_path, seed=2) as crashes:
-        crashes.play(range(200))
+@pytest.mark.parametrize(
+    ("seed", "num_rounds"),
+    [(1, 6), pytest.param(2, 200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+    ids=["each", "soak"],
+)
+def test_crashes_lose_and_damage_nothing(tmp_path: Path, seed: int, num_rounds: int) -> None:
+    with Crashes(tmp_path, seed) as crashes:
+        crashes.play(range(num_rounds))
         assert crashes.num_moves > 0, "nothing went from tier to tier"

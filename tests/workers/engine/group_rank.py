@@ -1,11 +1,4 @@
-"""The process of one rank of a tensor-parallel group.
-
-    python -m tests.workers.engine.group_rank FOLDER RANK SIZE TIMEOUT_S WORK COME
-
-Only the first COME ranks join the group, when all of them have started. With WORK `generate` the rank writes
-its outcome to FOLDER; with `sum` it adds numbers up until another rank is lost. After the loss of a rank the
-exit status is 3.
-"""
+"""The process of one rank of a tensor-parallel group."""
 
 import sys
 from datetime import timedelta
@@ -15,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.deadline import DEADLINE_S
+from tests.forked import preload
 from tests.workers.engine.ranks import Outcome, generate
 from workers.engine.model import DecoderModel
 from workers.engine.process_group import join_group
@@ -23,6 +17,7 @@ from workers.engine.tensor_parallel import RankLost, TensorShard
 
 SPEC = ModelSpec("LlamaForCausalLM", 500, 96, 112, 2, 9, 3, 64, 256, tie_word_embeddings=True)
 LOST = 3
+preload("tests.workers.engine.group_rank")
 
 
 def device_of(rank: int, size: int) -> torch.device:
@@ -38,6 +33,19 @@ def generate_of(shard: TensorShard, device: torch.device) -> Outcome:
 
 
 def main(folder: Path, rank: int, size: int, timeout_s: float, work: str, num_coming: int) -> None:
+    """Be a rank. Only the first `num_coming` ranks join the group, when all of them have started.
+
+    With the work `generate` the rank writes its outcome to `folder`; with `sum` it adds numbers up until
+    another rank is lost. After the loss of a rank the exit status is `LOST`.
+    """
+    try:
+        _join(folder, rank, size, timeout_s, work, num_coming)
+    except RankLost as lost:
+        print(lost, flush=True)
+        sys.exit(LOST)
+
+
+def _join(folder: Path, rank: int, size: int, timeout_s: float, work: str, num_coming: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     store.set(f"started {rank}", "")
@@ -53,12 +61,3 @@ def main(folder: Path, rank: int, size: int, timeout_s: float, work: str, num_co
             shard.all_reduce(tensor)
             if number == 0:
                 print(float(tensor[0, 0]), flush=True)
-
-
-if __name__ == "__main__":
-    try:
-        folder, rank, size, timeout_s, work, num_coming = sys.argv[1:]
-        main(Path(folder), int(rank), int(size), float(timeout_s), work, int(num_coming))
-    except RankLost as lost:
-        print(lost, flush=True)
-        sys.exit(LOST)
