@@ -30,21 +30,23 @@ async def test_written_bytes_are_in_the_peers_memory_and_nothing_beside_them_cha
             endpoint.close()
 
 
-async def test_64_mib_in_slices_arrive_and_come_back() -> None:
-    with node("rxe0", LARGE_BYTES) as here:
+@pytest.mark.parametrize("size_mib", [16, pytest.param(64, marks=pytest.mark.soak)])
+async def test_large_memory_in_slices_arrives_and_comes_back(size_mib: int) -> None:
+    size_bytes = size_mib * MIB
+    with node("rxe0", size_bytes) as here:
         here.fill_randomly(2)
-        before = here.digest(0, LARGE_BYTES)
-        async with peer_process(LARGE_BYTES) as peer:
+        before = here.digest(0, size_bytes)
+        async with peer_process(size_bytes) as peer:
             endpoint = here.endpoint()
             place = await peer.connect(endpoint)
-            slices = scattered(place.address, 1024, LARGE_BYTES // 1024, seed=3)
+            slices = scattered(place.address, 1024, size_bytes // 1024, seed=3)
             await endpoint.write(slices, place.remote_key)
             for offset, address, num_bytes in slices[::97].tolist():
                 there = await peer.ask("digest", address - place.address, num_bytes)
                 assert there == here.digest(offset, num_bytes)
             here.bytes[:] = 0
             await endpoint.read(slices, place.remote_key)
-            assert here.digest(0, LARGE_BYTES) == before
+            assert here.digest(0, size_bytes) == before
             endpoint.close()
 
 

@@ -45,14 +45,15 @@ def allocated_bytes() -> int:
     return int(mallinfo2().uordblks)
 
 
-async def test_hundred_connections_leave_nothing() -> None:
+@pytest.mark.parametrize("num_connections", [10, pytest.param(100, marks=pytest.mark.soak)])
+async def test_connections_leave_nothing(num_connections: int) -> None:
     with node("rxe0") as here, node("rxe1") as there:
         with joined(here, there):
             pass
         objects, descriptors = verbs_objects(), num_descriptors()
         with joined(here, there):
             assert verbs_objects()["qp"] == objects["qp"] + 2
-        for n in range(100):
+        for n in range(num_connections):
             with joined(here, there) as (ours, theirs):
                 await windows.open_windows(theirs, there.memory, [Range(0, 100)])
                 if n % 2:
@@ -75,13 +76,14 @@ async def test_closed_adapters_leave_nothing() -> None:
     assert num_descriptors() == descriptors
 
 
-async def test_transfers_and_windows_do_not_add_up_in_memory() -> None:
+@pytest.mark.parametrize("num_rounds", [20, pytest.param(50, marks=pytest.mark.soak)])
+async def test_transfers_and_windows_do_not_add_up_in_memory(num_rounds: int) -> None:
     with two_nodes() as (_here, there, endpoint, other):
         other.adapter.has_windows = True
 
-        async def work(num_rounds: int) -> None:
+        async def work(num_times: int) -> None:
             slices = [(n * 2, there.memory.address + n * 4, 1) for n in range(32)]
-            for _ in range(num_rounds):
+            for _ in range(num_times):
                 await endpoint.write(slices, there.memory.remote_key)
                 windows.close_windows(
                     other, await windows.open_windows(other, there.memory, [Range(0, 9)] * 32)
@@ -89,5 +91,5 @@ async def test_transfers_and_windows_do_not_add_up_in_memory() -> None:
 
         await work(10)
         before = allocated_bytes()
-        await work(50)  # a leaked request or range is at least 32 bytes
-        assert allocated_bytes() - before < 50 * 32 * 32 // 2
+        await work(num_rounds)  # a leaked request or range is at least 32 bytes
+        assert allocated_bytes() - before < num_rounds * 32 * 32 // 2

@@ -151,10 +151,11 @@ async def test_endpoint_with_open_windows_is_in_use_and_closes_with_them(way: Wa
         assert is_idle(other)
 
 
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(10, marks=pytest.mark.soak)])
 @both_ways
-async def test_thousand_windows_come_and_go(way: Way) -> None:
+async def test_hundreds_of_windows_come_and_go(way: Way, num_rounds: int) -> None:
     with way.two_nodes() as (here, there, endpoint, other):
-        for seed in range(10):
+        for seed in range(num_rounds):
             here.fill_randomly(seed)
             ranges = [Range(n * 1024, 1024) for n in range(100)]
             grant = await windows.open_windows(other, there.memory, ranges)
