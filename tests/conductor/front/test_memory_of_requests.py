@@ -16,11 +16,11 @@ from tests.conductor.front.fakes import MODEL_NAME, Behaviour, FakeCluster, Runn
 from tests.deadline import DEADLINE_S
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _no_collector() -> Iterator[None]:
     """The collector is off: it would find cycles, but only after many more requests.
 
-    What is there before a test is put aside: `num_alive` looks at each object, again and again.
+    What is there before these tests is put aside: `num_alive` looks at each object, again and again.
     """
     gc.collect()
     gc.freeze()
