@@ -300,7 +300,7 @@ def nothing_unforeseen(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.cluster
 def test_mutated_frames_do_no_harm(watched: Watched, capfd: pytest.CaptureFixture[str]) -> None:
     with nothing_unforeseen(capfd):
-        sent = fuzz(watched, seed=1, num_frames=1_000_000, duration_s=10.0)
+        sent = fuzz(watched, seed=1, num_frames=1_000_000, duration_s=5.0)
     assert all(sent.values())
 
 

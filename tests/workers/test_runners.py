@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,31 +14,32 @@ from tests.workers.references import Reference, prompt_of
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        Sizes(prefill_chunk=1000),
-        Sizes(prefill_chunk=8),
-        Sizes(prefill_chunk=5),
-        Sizes(max_batch=2),
-        Sizes(num_pool_pages=14),  # two of the prompts, never all
-        Sizes(num_device_pages=12),  # sequences are preempted
-        Sizes(num_device_pages=12, num_pool_pages=14),
-        Sizes(block_size=1, num_device_pages=256, num_pool_pages=256),
-        Sizes(block_size=5, num_device_pages=40),
-        Sizes(block_size=32),
-        Sizes(inline=True),
-        Sizes(inline=True, num_device_pages=12),
-    ],
-    ids=lambda sizes: f"{sizes}",
+ALL_SIZES = (
+    Sizes(prefill_chunk=1000),
+    Sizes(prefill_chunk=8),
+    Sizes(prefill_chunk=5),
+    Sizes(max_batch=2),
+    Sizes(num_pool_pages=14),  # two of the prompts, never all
+    Sizes(num_device_pages=12),  # sequences are preempted
+    Sizes(num_device_pages=12, num_pool_pages=14),
+    Sizes(block_size=1, num_device_pages=256, num_pool_pages=256),
+    Sizes(block_size=5, num_device_pages=40),
+    Sizes(block_size=32),
+    Sizes(inline=True),
+    Sizes(inline=True, num_device_pages=12),
 )
-@pytest.mark.parametrize(
-    "order",
-    [
-        "as given",
-        *(pytest.param(order, marks=pytest.mark.cluster) for order in ("longest first", "one by one")),
-    ],
-)
+
+
+def sizes_and_orders() -> Iterator[Any]:
+    """Yield all sizes in each order. Without a soak each has the given order and one of the others."""
+    for number, sizes in enumerate(ALL_SIZES):
+        yield pytest.param(sizes, "as given", id=f"as given-{sizes}")
+        for place, order in enumerate(("longest first", "one by one")):
+            mark = pytest.mark.cluster if number % 2 == place else pytest.mark.soak
+            yield pytest.param(sizes, order, id=f"{order}-{sizes}", marks=mark)
+
+
+@pytest.mark.parametrize(("sizes", "order"), list(sizes_and_orders()))
 async def test_tokens_do_not_depend_on_sizes_and_orders(
     start_cluster: StartCluster, reference: Reference, sizes: Sizes, order: str
 ) -> None:
@@ -117,7 +120,7 @@ async def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(start_c
     ids=["ample", "scarce", "preempting and giving way", "inlining"],
 )
 @pytest.mark.parametrize(
-    ("seed", "num_requests"), [(0, 200), pytest.param(1, 2000, marks=pytest.mark.soak)], ids=["200", "2000"]
+    ("seed", "num_requests"), [(0, 100), pytest.param(1, 2000, marks=pytest.mark.soak)], ids=["100", "2000"]
 )
 async def test_random_aborts_leave_nothing_behind(
     start_cluster: StartCluster, reference: Reference, sizes: Sizes, seed: int, num_requests: int

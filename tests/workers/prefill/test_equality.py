@@ -36,6 +36,10 @@ pytestmark = pytest.mark.cluster
 SETTINGS = [Setting(chunk, overlap) for overlap, chunk in itertools.product((True, False), (5, 20, 1000))]
 PLACES = [(1, 1), (2, 1), (3, 1), (1, 2)]
 """stages and ranks of the prefill instance"""
+IN_PLACES = pytest.mark.parametrize(
+    ("num_stages", "num_ranks"),
+    [PLACES[0], pytest.param(*PLACES[1], marks=pytest.mark.soak), *PLACES[2:]],
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def cell(*coordinates: object) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize(("num_stages", "num_ranks"), PLACES)
+@IN_PLACES
 async def test_any_prefix_from_any_tier_in_any_chunks_stages_and_ranks(
     models: dict[int, transformers.PreTrainedModel],
     tmp_path: Path,
@@ -170,7 +174,7 @@ async def test_overlap_changes_no_bit(start_lab: StartLab) -> None:
             assert_equal(with_overlap, without, 0, same_arithmetic=True)
 
 
-@pytest.mark.parametrize(("num_stages", "num_ranks"), PLACES)
+@IN_PLACES
 async def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
     models: dict[int, transformers.PreTrainedModel], tmp_path: Path, num_stages: int, num_ranks: int
 ) -> None:

@@ -86,7 +86,6 @@ def begin(pair: Pair, name: str, index: int) -> Decoded:
     return pair.lab.begin(f"{name}-{index}", prompt, sampling, pair.owner, inline=index % 3 != 2)
 
 
-@REMOTE
 @pytest.mark.parametrize(
     "parts",
     [(1, 0, 2, 0, 1, 0), (LayerRange(1, 3), 0, LayerRange(0, 1), 0, LayerRange(1, 2), 0)],
@@ -97,7 +96,15 @@ def begin(pair: Pair, name: str, index: int) -> Decoded:
     [SIZES, Sizes(num_decode=2, num_device_pages=24, num_pool_pages=60, max_batch=4)],
     ids=["many pages", "few pages"],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "is_remote"),
+    [
+        pytest.param("float32", False, id="float32-one host"),
+        pytest.param("bfloat16", True, id="bfloat16-two hosts"),
+        pytest.param("float32", True, id="float32-two hosts", marks=pytest.mark.soak),
+        pytest.param("bfloat16", False, id="bfloat16-one host", marks=pytest.mark.soak),
+    ],
+)
 async def test_answers_are_those_of_modules_that_stay(
     start_decode_lab: StartDecodeLab,
     tmp_path: Path,
