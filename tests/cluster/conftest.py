@@ -15,10 +15,10 @@ from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 LONGEST = (
-    *("test_documentation.py", "test_equality.py", "test_conductor_kills.py", "test_faults.py"),
-    *("vllm/test_sharing.py", "test_links.py", "test_standby.py", "test_lifecycle.py", "test_roles.py"),
-    *("upgrades/test_upgrades.py", "test_pipeline.py", "test_moved_modules.py", "test_openai_client.py"),
-    *("test_other_clients.py", "test_chaos.py"),
+    *("test_documentation.py", "upgrades/test_upgrades.py", "test_equality.py", "test_links.py"),
+    *("test_moved_modules.py", "test_conductor_kills.py", "vllm/test_sharing.py", "test_roles.py"),
+    *("test_standby.py", "test_faults.py", "test_pipeline.py", "test_fronts.py", "test_lifecycle.py"),
+    *("test_other_clients.py", "test_tensor_parallel.py", "test_chaos.py"),
 )
 """The files that take longest, the longest first. The tests that begin last determine the total time."""
 

@@ -72,8 +72,9 @@ def test_tokens_are_those_of_a_pair(server: Server, expected: list[str], instanc
     wait_until_idle(server, instances=instances)
 
 
-def test_kills_change_no_answer(server: Server, instances: tuple[str, ...]) -> None:
-    kill_at_random(server, PROMPTS[:4], num_tokens=80, num_kills=4, hang_ups=0.2, instances=instances)
+@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_kills_change_no_answer(server: Server, instances: tuple[str, ...], num_kills: int) -> None:
+    kill_at_random(server, PROMPTS[:4], num_tokens=80, num_kills=num_kills, hang_ups=0.2, instances=instances)
 
 
 def test_decode_instances_that_inline_serve_while_prefill_has_gone(tiny: Path, run_dir: Path) -> None:

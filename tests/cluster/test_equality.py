@@ -22,8 +22,9 @@ from workers.execution.weights import iter_weights
 
 pytestmark = pytest.mark.cluster
 NUM_OUTPUT_TOKENS = 24
-PROMPT_LENGTHS = [5, 8, 31, 32, 33, 64, 65, 128, 200, 511, 600, 1100]
-"""around blocks of 32 tokens, and of one to three passes of 512"""
+PROMPT_LENGTHS = [5, 8, 31, 32, 33, 64, 65, 128, 200, 600]
+"""around blocks of 32 tokens, and of one or two passes of 512"""
+LONG_PROMPT_LENGTHS = [511, 1100]
 
 
 def reference(model: transformers.PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -105,12 +106,16 @@ def smollm2() -> transformers.PreTrainedModel:
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def prompts_of_text() -> list[list[int]]:
+@pytest.fixture(
+    scope="module",
+    params=[PROMPT_LENGTHS, pytest.param(LONG_PROMPT_LENGTHS, marks=pytest.mark.soak)],
+    ids=["short", "long"],
+)
+def prompts_of_text(request: pytest.FixtureRequest) -> list[list[int]]:
     """Real text in many lengths."""
     text = (Path(__file__).parent.parent.parent / "LICENSE").read_text()
     tokens = load_tokenizer(open_checkpoint(None)).encode(text, add_special_tokens=False)
-    return [tokens[7 * index : 7 * index + length] for index, length in enumerate(PROMPT_LENGTHS)]
+    return [tokens[7 * index : 7 * index + length] for index, length in enumerate(request.param)]
 
 
 @pytest.fixture(scope="module")

@@ -49,11 +49,9 @@ TAKES_ALL_BACK = ("decode-0/messenger", "decode-1/messenger")
 """The processes with which a session of owner or helper ends."""
 VICTIMS = ("conductor", "front", "prefill-0", "prefill-0/messenger", *TAKES_ALL_BACK)
 QUICK = [
-    ("conductor", "leaving", "--layers=1:3"),
     ("conductor", "coming back", "--layers=1:3"),
-    ("prefill-0", "leaving", "--sequences=0.5"),
     ("decode-0/messenger", "leaving", "--heads=1"),
-    ("decode-1/messenger", "away", "--layers=1:3"),
+    ("decode-1/messenger", "away", "--sequences=0.5"),
 ]
 """The cases that take no soak: each way and each part."""
 _ALL = [(victim, way, part) for victim in VICTIMS for way in WAYS for part in PARTS]

@@ -160,7 +160,7 @@ def ask_all(server: Server, kinds: list[dict[str, object]], num_rounds: int = 1)
         return list(threads.map(lambda numbered: ask(server, *numbered), rounds))
 
 
-@pytest.mark.parametrize("num_rounds", [3, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(100, marks=pytest.mark.soak)])
 def test_answers_are_the_same_wherever_they_are_decoded(server: Server, num_rounds: int) -> None:
     [(text, _)] = said(ask(server, 0, KINDS[0]))
     stop = {**KINDS[0], "stop": text[-40:-30]}
@@ -213,7 +213,7 @@ def is_told(server: Server, destination: str | None, reason: str | None) -> bool
     return (reason or here) in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(60, marks=pytest.mark.soak)])
 def test_kills_while_requests_move_change_no_answer(server: Server, num_kills: int) -> None:
     prompts = [[3 + index, *PROMPT[: 10 * index]] for index in range(1, 7)]
     expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]

@@ -200,10 +200,10 @@ def test_answers_go_on_while_layers_leave_and_come_back(
 @pytest.mark.parametrize(
     ("killed", "part", "what"),
     [
-        ("decode-1", "--heads=2", "2 of the KV heads"),
+        pytest.param("decode-1", "--heads=2", "2 of the KV heads", marks=pytest.mark.soak),
         ("decode-1", "--layers=1:3", "layers 1:3"),
         ("decode-0", "--heads=2", ""),
-        ("decode-0", "--layers=0:2", ""),
+        pytest.param("decode-0", "--layers=0:2", "", marks=pytest.mark.soak),
     ],
     ids=["helper of heads", "helper of layers", "owner of heads", "owner of layers"],
 )
