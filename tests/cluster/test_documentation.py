@@ -3,7 +3,8 @@
 They are run in folders that look like fresh clones, one for each of two hosts (network namespaces), at the
 ports that a page names. A `mooncake-serve` that stays is forked (`tests.cluster.forked`), but for that of
 `test_one_machine`. A section that asks port 8000 and starts no server asks the quickstart's; those sections
-that go on where its two hosts end share these.
+that go on where its two hosts end share these. The quickstart's sections and README have the default model;
+elsewhere a tiny one has its name and as many layers.
 `tests.documented` says which blocks are run. `make` is looked up only: it is how these tests were installed.
 """
 
@@ -24,7 +25,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from mooncake.model.checkpoint import open_checkpoint
+from mooncake.model.gguf_file import read_gguf_header
+from mooncake.model.gguf_tokenizer import build_tokenizer
 from tests.benchmarks.simulator.loads import conversations
 from tests.chaos.host_server import supervise_on
 from tests.cluster.forked import launch
@@ -34,6 +39,8 @@ from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 from tests.documented import PAGES, QUICKSTART, README, ROOT, Block, anchor, blocks
 from tests.forked import Forked
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import CHAT_TEMPLATE
 
 PORT = "8000"
 TWO_HOSTS = "two-hosts"
@@ -44,8 +51,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3 * LONGEST_COMMAND_S)]
 # Of what the pages show, as much as is enough to see that it runs.
 SHORTER: dict[str, dict[str, str]] = {
     "benchmarking": {
-        "--rates 1,2,3,4 --duration 120": "--rates 1,2 --duration 3",
-        "--rates 1,2 --duration 60": "--rates 1,2 --duration 3",
+        "--rates 1,2,3,4 --duration 120": "--rates 1,2 --duration 2",
+        "--rates 1,2 --duration 60": "--rates 1,2 --duration 2",
         "--concurrency 32 --duration 20": "--concurrency 2 --duration 2",
         "600/8 --concurrency 2 --num-requests 6": "600/8 --concurrency 2 --num-requests 2",
     },
@@ -65,12 +72,13 @@ COMPUTE_LONG = ("planner", "tuning")
 class Reader:
     """Somebody who has a clone on each of two hosts and pastes blocks into terminals there.
 
-    `hosts` may be empty if nothing that is pasted needs a network.
+    `hosts` may be empty if nothing that is pasted needs a network. `model` is None for the default model.
     """
 
     folder: Path
     run_dir: Path
     hosts: Mapping[int, Host] = field(default_factory=dict)
+    model: Path | None = None
 
     def clone(self, number: int | None) -> Path:
         """What has been cloned and installed on a host, as far as commands look at it."""
@@ -161,6 +169,7 @@ class Reader:
             "OMP_NUM_THREADS": "1",
             "MOONCAKE_KVCACHE_POOL_BYTES": "256MiB",
             "MOONCAKE_KVCACHE_DEVICE_BYTES": "256MiB",
+            **({} if self.model is None else {"MOONCAKE_MODEL": str(self.model)}),
         }
 
 
@@ -187,10 +196,25 @@ def run_directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes little to load and compute, with the default model's tokens and number of layers."""
+    folder = tmp_path_factory.mktemp("model") / "SmolLM2-135M-Instruct"
+    heads = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"num_hidden_layers": 30, "max_position_embeddings": 8192, "vocab_size": 49152}
+    tiny_model("llama3", folder, **heads, **sizes, tie_word_embeddings=True)
+    PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(read_gguf_header(open_checkpoint(None).path)),
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Iterator[Reader]:
     """Where `make serve` runs in another terminal."""
     with run_directory() as run_dir, hosts() as pair:
-        reader = Reader(tmp_path_factory.mktemp("quickstart"), run_dir, pair)
+        reader = Reader(tmp_path_factory.mktemp("quickstart"), run_dir, pair, small_model)
         serve = Block("", "sh", f".venv/bin/mooncake-serve {start_command()}")
         ready = f"curl -sf --retry 100 --retry-connrefused --retry-delay 1 http://127.0.0.1:{PORT}/ready"
         with reader.running(serve):
@@ -268,7 +292,7 @@ def test_two_hosts(two_host_cluster: tuple[Reader, list[str]]) -> None:
     ],
     ids=lambda page: page.stem,
 )
-def test_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_page(page: Path, small_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     shorter = dict(SHORTER.get(page.stem, {}))
     read = []
     for block in blocks(page):
@@ -285,10 +309,10 @@ def test_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Non
                 reader, _ = request.getfixturevalue("two_host_cluster")
             elif any(block.is_server for block in run):
                 run_dir, pair = running.enter_context(run_directory()), running.enter_context(hosts())
-                reader = Reader(tmp_path, run_dir, pair)
+                reader = Reader(tmp_path, run_dir, pair, small_model)
             elif any(f":{PORT}" in block.text or "mooncake-kv" in block.text for block in run):
                 quickstart: Reader = request.getfixturevalue("quickstart")
-                reader = Reader(tmp_path, quickstart.run_dir, quickstart.hosts)
+                reader = replace(quickstart, folder=tmp_path)
             else:
-                reader = Reader(tmp_path, running.enter_context(run_directory()))
+                reader = Reader(tmp_path, running.enter_context(run_directory()), model=small_model)
             paste_all(reader, section, running)
