@@ -8,12 +8,14 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools
 import random
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 import torch
@@ -22,6 +24,11 @@ from tests import examples
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Each new client would read all of the system's certificates again, which takes 20 ms.
+pytest.MonkeyPatch().setattr(
+    "httpx._transports.default.create_ssl_context", functools.cache(httpx.create_ssl_context)
+)
 
 # What a script starts in the background ignores Ctrl-C, and so would processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -156,7 +156,8 @@ class Server:
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
     """Poll until `condition` is true, for a state that another process reaches without a message."""
-    end_s = time.monotonic() + deadline_s
+    end_s, pause_s = time.monotonic() + deadline_s, 0.002
     while not condition():
         assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)

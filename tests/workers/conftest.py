@@ -38,5 +38,5 @@ def start_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartLab:
 
 @pytest.fixture
 def reference(model: transformers.PreTrainedModel) -> Reference:
-    """Return a function that computes greedy tokens behind a prompt with transformers."""
+    """Return a function that returns transformers' greedy tokens behind a prompt."""
     return functools.partial(greedy_tokens, model)

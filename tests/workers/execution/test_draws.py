@@ -7,7 +7,7 @@ import transformers
 
 from mooncake.messages.requests import SamplingParams
 from tests.workers.mini_cluster import Sizes, StartCluster, tokens_of
-from tests.workers.references import Reference, greedy_tokens, prompt_of
+from tests.workers.references import Reference, generated_tokens, prompt_of
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(NUM_TOKENS, temperature=0)
@@ -33,10 +33,10 @@ async def test_greedy_tokens_under_rules_are_those_of_transformers(
     bias = {plain[3][0]: -3.0, 77: 1.5}
     biased = transformers.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
     expected = [
-        greedy_tokens(model, PROMPTS[0], NUM_TOKENS, repetition_penalty=1.3),
-        greedy_tokens(model, PROMPTS[1], NUM_TOKENS, bad_words_ids=[[plain[1][0]], plain[1][4:6]]),
-        greedy_tokens(model, PROMPTS[2], NUM_TOKENS, eos_token_id=stop, min_new_tokens=9, pad_token_id=0),
-        greedy_tokens(
+        generated_tokens(model, PROMPTS[0], NUM_TOKENS, repetition_penalty=1.3),
+        generated_tokens(model, PROMPTS[1], NUM_TOKENS, bad_words_ids=[[plain[1][0]], plain[1][4:6]]),
+        generated_tokens(model, PROMPTS[2], NUM_TOKENS, eos_token_id=stop, min_new_tokens=9, pad_token_id=0),
+        generated_tokens(
             model,
             PROMPTS[3],
             NUM_TOKENS,
