@@ -3,10 +3,12 @@
 Owns: the vocabulary, and how an experiment is written down. Does not know: any experiment.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean, stdev
 
 import msgspec
 
@@ -18,15 +20,39 @@ from benchmarks.tools.traces.request import TraceRequest
 SWEEP_REQUESTS = 3000
 """The number of the trace's first requests that stand for the whole trace if many loads are compared."""
 SEED = 0
+FIVE_SEEDS = range(SEED, SEED + 5)
+"""The seeds of `mean_of`, as many as in BanaServe, section 5.1.3."""
+_STUDENT_95 = 2.776
+"""Student's t for five samples and a two-sided interval of 95%."""
 
-Cell = str | float | None
+
+class Mean(msgspec.Struct, frozen=True):
+    """A mean, and the half width of its 95% confidence interval."""
+
+    mean: float
+    half_width: float
+
+    def __str__(self) -> str:
+        """Return the mean with three digits, and the half width with the same number of decimals."""
+        largest = abs(self.mean) or self.half_width
+        decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+        return f"{self.mean:,.{decimals}f} ± {self.half_width:,.{decimals}f}"
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean of the values that `FIVE_SEEDS` gave."""
+    assert len(values) == len(FIVE_SEEDS), "Student's t is that of five samples"
+    return Mean(fmean(values), _STUDENT_95 * stdev(values) / math.sqrt(len(values)))
+
+
+Cell = str | float | Mean | None
 
 
 class Table(msgspec.Struct, frozen=True):
     """A table. Numbers are shown with three digits. None is an empty cell: nothing was published."""
 
     header: list[str]
-    rows: list[list[Cell]]
+    rows: Sequence[Sequence[Cell]]
 
     def markdown(self) -> str:
         """Return the whole table in Markdown."""
@@ -38,8 +64,8 @@ class Table(msgspec.Struct, frozen=True):
 def _shown(cell: Cell) -> str:
     if cell is None:
         return ""
-    if isinstance(cell, str):
-        return cell
+    if isinstance(cell, str | Mean):
+        return str(cell)
     return f"{cell:,.0f}" if abs(cell) >= 1000 or float(cell).is_integer() else f"{cell:.3g}"
 
 
@@ -57,7 +83,9 @@ def text_of(setup: Setup) -> str:
 
 
 def number(cell: Cell) -> float:
-    """Return the number in a cell, which must have one."""
+    """Return the number, or the mean, in a cell, which must have one."""
+    if isinstance(cell, Mean):
+        return cell.mean
     assert isinstance(cell, int | float)
     return float(cell)
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
-from benchmarks.reproduction.experiment import Outcome, Table, Trace
+from benchmarks.reproduction.experiment import Cell, Mean, Outcome, Table, Trace, mean_of
 from benchmarks.reproduction.experiments.cache import pipeline
 from benchmarks.reproduction.experiments.cache.formulas import needed_bytes_per_s
 from benchmarks.reproduction.experiments.cache.workload import block_hits
@@ -66,6 +66,14 @@ def test_a_block_is_hit_by_each_request_after_the_first_one_that_has_it() -> Non
 def test_a_table_shows_three_digits_and_nothing_for_nothing() -> None:
     table = Table(["a", "b"], [["x", None], [1234.4, 0.12345]])
     assert table.markdown().splitlines()[2:] == ["| x |  |", "| 1,234 | 0.123 |"]
+
+
+def test_means_have_a_confidence_interval_by_students_t_with_the_decimals_of_the_mean() -> None:
+    found = mean_of([10.0, 12.0, 11.0, 13.0, 14.0])  # standard deviation: sqrt(2.5)
+    assert found.mean == 12.0
+    assert found.half_width == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
+    shown = {str(found), str(Mean(0.00549, 0.0002)), str(Mean(5949.0, 96.2)), str(Mean(0.0, 0.0))}
+    assert shown == {"12.0 ± 2.0", "0.00549 ± 0.00020", "5,949 ± 96", "0 ± 0"}
 
 
 def test_the_page_has_what_was_found_and_names_what_failed(tmp_path: Path) -> None:
@@ -142,8 +150,8 @@ def test_what_is_chosen_is_compared_with_the_better_of_the_two() -> None:
 
 
 def test_load_aware_routing_says_which_rule_has_the_least_ttft() -> None:
-    rows: list[list[str | float | None]] = [
-        [load, rule, ttft_s, "", 1.0, 1.5, 0.5, 0.1]
+    rows: list[list[Cell]] = [
+        [load, rule, mean_of([ttft_s] * 5), 1.0, 1.5, 0.5, 0.1]
         for load in ("skewed prefixes, 20 req/s", "conversation trace")
         for rule, ttft_s in zip(banaserve.POLICIES, (2.0, 4.0, 3.0, 1.0), strict=True)
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace
+from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace, number
 from benchmarks.tools.planner import workload as workloads
 from benchmarks.tools.planner.goodput import Goodputs
 from benchmarks.tools.planner.search import FINE, Candidate, Search
@@ -62,8 +62,8 @@ def _shown(candidate: Candidate) -> tuple[str, float, str]:
 def remark(outcome: Outcome) -> str:
     """Return the remark that says whether the simulations confirm the advice."""
     rows = outcome.tables[0].rows
-    wrong = [str(row[0]) for row in rows if float(row[6] or 0) > (1 + FINE) * float(row[3] or 0)]
-    better = [str(row[0]) for row in rows if float(row[3] or 0) > float(row[9] or 0)]
+    wrong = [str(row[0]) for row in rows if number(row[6]) > (1 + FINE) * number(row[3])]
+    better = [str(row[0]) for row in rows if number(row[3]) > number(row[9])]
     confirmed = (
         f"Not confirmed: a neighbour serves more for {'; '.join(wrong)}"
         if wrong

@@ -2,15 +2,23 @@
 to 11)."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from msgspec.structs import replace
 
-from benchmarks.reproduction.experiment import SEED, Cell, Experiment, Outcome, Table, Trace, number
+from benchmarks.reproduction.experiment import (
+    FIVE_SEEDS,
+    Cell,
+    Experiment,
+    Outcome,
+    Table,
+    Trace,
+    mean_of,
+    number,
+)
 from benchmarks.tools.simulator.cluster.coupled_cluster import CoupledCluster
 from benchmarks.tools.simulator.cluster.machines.cards import hardware_card, model_card
 from benchmarks.tools.simulator.cluster.machines.costs import Roofline
@@ -44,9 +52,6 @@ OUTPUT_TOKENS = 512
 CONTEXT_TOKENS = {"llama-13b": 4096, "opt-13b": 2048}
 RATES_PER_S = (1.0, 10.0, 20.0)
 ARRIVALS_S = 30.0
-SEEDS = range(SEED, SEED + 5)
-STUDENT_95 = 2.776
-"""Student's t for five samples and a two-sided interval of 95%."""
 FIGURES = {
     ("llama-13b", "short"): ("8", 1.2, 1.2),
     ("opt-13b", "short"): ("9", 3.9, 3.9),
@@ -107,12 +112,12 @@ def run(trace: Trace, folder: Path) -> Outcome:
         for rate_per_s in RATES_PER_S:
             tokens_per_s, latency_s = dict[str, list[float]](), dict[str, list[float]]()
             for system in SYSTEMS:
-                runs = [_results(system, model, load, rate_per_s, seed) for seed in SEEDS]
+                runs = [_results(system, model, load, rate_per_s, seed) for seed in FIVE_SEEDS]
                 tokens_per_s[system] = [summarize(of).output_tokens_per_s for of in runs]
                 latency_s[system] = [float((of["end_s"] - of["arrival_s"]).mean()) for of in runs]
             begin: list[Cell] = [f"{figure}: {model}, {name}", rate_per_s]
-            throughput.append([*begin, *(_with_interval(tokens_per_s[system]) for system in SYSTEMS)])
-            latency.append([*begin, *(_with_interval(latency_s[system]) for system in SYSTEMS)])
+            throughput.append([*begin, *(mean_of(tokens_per_s[system]) for system in SYSTEMS)])
+            latency.append([*begin, *(mean_of(latency_s[system]) for system in SYSTEMS)])
             mean = {system: fmean(values) for system, values in tokens_per_s.items()}
             of_rates.append(mean)
 
@@ -149,12 +154,6 @@ def _largest_gain(of_rates: Sequence[dict[str, float]], system: str, rival: str)
     return max(of_rate[system] / of_rate[rival] for of_rate in of_rates)
 
 
-def _with_interval(values: Sequence[float]) -> str:
-    half = STUDENT_95 * stdev(values) / math.sqrt(len(values))
-    digits = 0 if fmean(values) >= 100 else 1
-    return f"{fmean(values):,.{digits}f} ± {half:,.{digits}f}"
-
-
 def _use_of_devices() -> Table:
     """Return the table of the use of devices: operations as a share of the peak, and held memory.
 
@@ -168,15 +167,20 @@ def _use_of_devices() -> Table:
         (pair, "long", 1.0),
     ):
         model = "llama-13b"
-        results = _simulated(replace(setup, model=model), load_of(name, model), rate_per_s, SEED)
-        rows.append([setup.name, name, rate_per_s, *_shares(results, model, apart=setup is pair)])
+        of_model, load = replace(setup, model=model), load_of(name, model)
+        runs = [_simulated(of_model, load, rate_per_s, seed) for seed in FIVE_SEEDS]
+        of_seeds = [_shares(results, model, apart=setup is pair) for results in runs]
+        means = [mean_of(shares) for shares in zip(*of_seeds, strict=True)]
+        blank: list[Cell] = [None] * (4 - len(means))
+        rows.append([setup.name, name, rate_per_s, *blank, *means])
     return Table(
         ["devices", "prompts", "req/s", "prefill: of peak", "memory", "decode: of peak", "memory"], rows
     )
 
 
-def _shares(results: Results, model: str, *, apart: bool) -> list[Cell]:
-    """Return the shares in use of the prefill and of the decode device, or of one device with both roles."""
+def _shares(results: Results, model: str, *, apart: bool) -> list[float]:
+    """Return the shares in use of peak and memory: of a prefill and a decode device, or of one with both
+    roles."""
     card, device = model_card(model), hardware_card("a100").with_gpus(1)
     seconds = float(results["end_s"].max() - results["arrival_s"].min())
     inputs, outputs = results["num_input_tokens"], results["num_output_tokens"]
@@ -194,7 +198,7 @@ def _shares(results: Results, model: str, *, apart: bool) -> list[Cell]:
         return (card.weights_bytes + card.kv_bytes_per_token * num_tokens) / device.gpu_memory_bytes
 
     if not apart:
-        return [None, None, (prefill + decode) / peak, of_memory(held)]
+        return [(prefill + decode) / peak, of_memory(held)]
     return [prefill / peak, of_memory(held_before), decode / peak, of_memory(held)]
 
 
@@ -237,12 +241,12 @@ EXPERIMENT = Experiment(
     " routing and a store that all share.",
     f"{NUM_DEVICES} A100 (the paper does not say how many); inputs of 5 to 45 tokens (Alpaca) or 2,000"
     f" and more, cut to the context (LongBench), {OUTPUT_TOKENS} tokens out, the paper's limit; Poisson"
-    f" arrivals for {ARRIVALS_S:g} s. Means of {len(SEEDS)} seeds with 95% confidence intervals:"
-    f" tokens/s, then seconds from arrival to end. `{DISTSERVE}`: {HALF} that prefill and {HALF} that"
-    f" decode; `{ALGORITHM_2}`: the same with BanaServe's routing; `{BANASERVE}`: this with layers that move"
-    f" (every {PERIOD_S} s, by the server's thresholds, over NVLink); `{OURS}`: {NUM_DEVICES} with both"
-    f" roles; `{IDEAL}`: one device as fast and large as {NUM_DEVICES}, so weights are held once and"
-    " nothing is sent.",
+    f" arrivals for {ARRIVALS_S:g} s. Means of {len(FIVE_SEEDS)} seeds with 95% confidence intervals:"
+    f" tokens/s, then seconds from arrival to end, then use of devices. `{DISTSERVE}`: {HALF} that"
+    f" prefill and {HALF} that decode; `{ALGORITHM_2}`: the same with BanaServe's routing;"
+    f" `{BANASERVE}`: this with layers that move (every {PERIOD_S} s, by the server's thresholds, over"
+    f" NVLink); `{OURS}`: {NUM_DEVICES} with both roles; `{IDEAL}`: one device as fast"
+    f" and large as {NUM_DEVICES}, so weights are held once and nothing is sent.",
     remark,
     run,
     cost=60,
