@@ -33,9 +33,10 @@ def slow_down() -> None:
         parts: Sequence[PassPart],
         transfers: LayerTransfers,
         hidden: torch.Tensor | None = None,
+        most_at_once: int | None = None,
     ) -> torch.Tensor:
         end_s = time.monotonic() + PREFILL_TOKEN_S * sum(len(part.chunk.token_ids) for part in parts)
-        hidden = prefill(self, parts, transfers, hidden)
+        hidden = prefill(self, parts, transfers, hidden, most_at_once)
         time.sleep(max(0.0, end_s - time.monotonic()))
         return hidden
 

@@ -27,10 +27,14 @@ class TracedExecutor(Executor):
     """An executor that records its passes by the machine's monotonic clock, which all processes share."""
 
     def prefill(
-        self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None
+        self,
+        parts: Sequence[PassPart],
+        transfers: LayerTransfers,
+        hidden: torch.Tensor | None = None,
+        most_at_once: int | None = None,
     ) -> torch.Tensor:
         begin_s = time.monotonic()
-        computed = super().prefill(parts, transfers, hidden)
+        computed = super().prefill(parts, transfers, hidden, most_at_once)
         chunk = parts[0].chunk
         with Path(os.environ[TRACE_VARIABLE]).open("a") as trace:
             spent = {"begin_s": begin_s, "end_s": time.monotonic()}

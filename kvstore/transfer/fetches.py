@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
 """The most requests in flight: one request is answered while the next requests travel."""
+_LEAST_PART_BYTES = 128 << 10
+"""The least bytes of a part of a layer. Smaller layers are not split for several connections."""
 _SEVERAL_LAYERS_BYTES = 512 << 10
 """The most bytes of a request for several layers, so that the first layers arrive soon."""
 _SETTLING_S = 0.1
@@ -169,19 +171,31 @@ class BlockFetch:
     ) -> Iterator[_Request]:
         """Yield requests layer by layer, each as large as the peers allow when it is made.
 
-        With few blocks a request is for several layers, with many blocks a layer takes several requests.
+        With few blocks a request is for several layers, with many blocks a layer takes several requests. Over
+        several connections, parts of a layer travel at the same time, so that no layer waits for later ones.
         """
-        layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
-        num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
-        num_at_once = max(1, min(num_at_once, num_layers // _FEWEST_STEPS))
+        layer_bytes, num_at_once = self._segment.layout.layer_bytes, self._num_layers_at_once
+        share = -(-len(self._blocks) // self._num_parts(peers))
         for layers in steps(self._segment.layout, parts, num_at_once):
             first = 0
             while first < self._num_wanted:
                 frame_bytes = min(peer.frame_bytes(urgency) for peer in peers)
                 blocks_at_once = min(max(1, frame_bytes // (num_at_once * layer_bytes)), MAX_FRAME_ENTRIES)
-                end = min(first + blocks_at_once, self._num_wanted)
+                end = min(first + min(blocks_at_once, share), self._num_wanted)
                 yield _Request(layers, first, end)
                 first = end
+
+    @property
+    def _num_layers_at_once(self) -> int:
+        """The number of layers of a request."""
+        layout = self._segment.layout
+        num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layout.layer_bytes)
+        return max(1, min(num_at_once, layout.num_layers // _FEWEST_STEPS))
+
+    def _num_parts(self, peers: Sequence[OutgoingSession]) -> int:
+        """Return in how many requests the peers are asked for a layer, one for each connection."""
+        num_bytes = self._num_layers_at_once * len(self._blocks) * self._segment.layout.layer_bytes
+        return max(1, min(num_bytes // _LEAST_PART_BYTES, *(len(peer.lanes) for peer in peers)))
 
     def _model_layers(self, request: _Request) -> range:
         return self._segment.layout.layers[request.layers.start : request.layers.stop]

@@ -7,8 +7,8 @@ then are computed.
 The worker waits for a holder that goes on sending, not for a silent one. The Conductor has estimated that the
 fetch takes less time than computing the blocks. Here the fetch gets `_GRACE_S` plus the time in which a slow
 instance would compute the blocks, and is given up as soon as it is expected to take longer. A slow fetch must
-not delay a pass that other prompts share, so its prompt joins a pass only when the last layers are about to
-arrive.
+not delay a pass that other prompts share, so its prompt joins a pass only when the pass will hardly wait for
+the last layers.
 
 Owns: one prompt's fetch. Does not know: how bytes travel, what is computed.
 """
@@ -79,13 +79,14 @@ class PrefixFetch:
         """The indices of blocks that the holder turned out to have."""
         return self.indices[: self._num_blocks]
 
-    async def begun(self) -> None:
+    async def begun(self, compute_s: float = 0.0) -> None:
         """Wait until the last layers are about to arrive, or nothing more will arrive.
 
-        The last layers are about to arrive if, at the pace so far, they arrive within `SILENCE_S`. A fetch
-        that is silent or too slow is stopped. A prompt that waits here delays no pass.
+        The last layers are about to arrive if, at the pace so far, they arrive at most `SILENCE_S` after a
+        pass that begins now and computes for `compute_s` seconds. A fetch that is silent or too slow is
+        stopped. A prompt that waits here delays no pass.
         """
-        while not (self.has_ended or self._is_near):
+        while not (self.has_ended or self._is_near(compute_s)):
             left_s = self._left_s(SILENCE_S)
             if left_s <= 0 or self._is_too_slow:
                 names = ", ".join(shard.messenger.instance for shard in self.sources)
@@ -137,9 +138,9 @@ class PrefixFetch:
         """Return the seconds for which the fetch is still awaited if the holder stays silent."""
         return min(self.heard_s + silence_s, self._deadline_s) - time.monotonic()
 
-    @property
-    def _is_near(self) -> bool:
-        return self._num_layers_of_all > 0 and self._expected_end_s <= self.heard_s + SILENCE_S
+    def _is_near(self, compute_s: float) -> bool:
+        near_s = self.heard_s + compute_s + SILENCE_S
+        return self._num_layers_of_all > 0 and self._expected_end_s <= near_s
 
     @property
     def _is_too_slow(self) -> bool:

@@ -174,6 +174,11 @@ class PrefillJob:
         return any(index >= num_blocks for index in self._expected_indices)
 
     @property
+    def prefix_arrives(self) -> bool:
+        """Whether some of the reused blocks of this round are still being fetched."""
+        return self._num_expected_blocks > 0
+
+    @property
     def _expected_indices(self) -> set[int]:
         """The indices of blocks that are being fetched."""
         fetch = self.fetch

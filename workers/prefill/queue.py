@@ -20,6 +20,9 @@ prompts never wait for other prompts, so there is no deadlock.
 A tenant with little to compute gets short passes, and such a pass can cut into another tenant's pass between
 two layers.
 
+A prompt whose prefix still arrives gets a pass of several chunks if no other prompt is queued. The pass waits
+for the prefix layer by layer, and hides the more of the arrival the more it computes.
+
 Owns: order, admission, the prompts of a pass. Does not know: the clock, pages, where KVCache comes from.
 """
 
@@ -39,6 +42,8 @@ from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiti
 _UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2
 """Passes for which prompts are admitted: one that is being computed, and one that is being prepared."""
+_CHUNKS_BESIDE_ARRIVAL = 4
+"""The most chunks in a pass of a prompt whose prefix still arrives. Other prompts that come wait for them."""
 
 
 class PromptState(Enum):
@@ -87,6 +92,8 @@ class QueuedPrompt(PromptProgress):
     """The prompt's start in the tenant's virtual time (`FairOrder`)."""
     is_alone: bool = False
     state: PromptState = PromptState.WAITING
+    prefix_arrives: bool = False
+    """Whether some of the reused blocks still arrive in the pool. The next pass waits for their layers."""
     chunk_ends: Sequence[int] = field(default=())
     """The ends of the prompt's chunks in tokens, the last one the prompt's end."""
 
@@ -194,15 +201,27 @@ class PrefillQueue:
         self._insert(prompt)
         return prompt
 
-    def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
+    @property
+    def prefill_chunk(self) -> int:
+        """The most tokens of a chunk."""
+        return self._prefill_chunk
+
+    def most_next(self, prompt: QueuedPrompt, *, prefix_arrives: bool) -> int:
+        """Return the most tokens of a pass that begins with `prompt`."""
+        hides_arrival = prefix_arrives and self._prompts == [prompt]
+        return self._prefill_chunk * (_CHUNKS_BESIDE_ARRIVAL if hides_arrival else 1)
+
+    def ready(self, prompt: QueuedPrompt, num_done: int, *, prefix_arrives: bool = False) -> None:
         """Mark a prompt as READY: its first `num_done` tokens need no computation.
 
-        A prompt for which `computed` was called enters the queue again.
+        A prompt for which `computed` was called enters the queue again. `prefix_arrives` is the field's value
+        up to the end of the next pass.
         """
         if prompt not in self._prompts:
             self._storing.remove(prompt)
             self._insert(prompt)
         prompt.num_done, prompt.state = num_done, PromptState.READY
+        prompt.prefix_arrives = prefix_arrives
         prompt.chunk_ends = [chunk.stop for chunk in self._cut(num_done, prompt.num_tokens)]
 
     def computed(self, prompt: QueuedPrompt) -> None:
@@ -320,7 +339,9 @@ class PrefillQueue:
             if chunks and (prompt.is_alone or chunks[0].prompt.is_alone):
                 continue
             if prompt.state is PromptState.READY:
-                most = self._saturating_tokens if chunks else self._prefill_chunk
+                most = self._saturating_tokens
+                if not chunks:
+                    most = self.most_next(prompt, prefix_arrives=prompt.prefix_arrives)
                 num_tokens = self._num_next(prompt, most - num_taken)
                 if num_tokens:
                     chunks.append(QueuedChunk(prompt, num_tokens))

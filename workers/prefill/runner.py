@@ -24,6 +24,7 @@ from workers.execution.draws import FirstToken
 from workers.execution.jobs import Jobs
 from workers.groups.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
 from workers.prefill.job import PrefillJob
+from workers.prefill.pass_pace import PassPace
 from workers.prefill.queue import PrefillQueue, PromptState, QueuedChunk, QueuedPrompt
 from workers.prefill.stage import Stage
 
@@ -35,15 +36,21 @@ class PrefillRunner:
     """The runner of a prefill instance. It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
 
     `run` closes `stage` in the end. `why_not` returns the reason why no prompt can be computed now; empty if
-    prompts can.
+    prompts can. `is_decoding` returns whether the device also decodes, so that passes must be short.
     """
 
     def __init__(
-        self, stage: Stage, queue: PrefillQueue, send: Send, jobs: Jobs, why_not: Callable[[], str]
+        self,
+        stage: Stage,
+        queue: PrefillQueue,
+        send: Send,
+        jobs: Jobs,
+        why_not: Callable[[], str],
+        is_decoding: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stage, self._queue = stage, queue
         self._send = send
-        self._jobs, self._why_not = jobs, why_not
+        self._jobs, self._why_not, self._is_decoding = jobs, why_not, is_decoding
         self._job_of: dict[QueuedPrompt, PrefillJob] = {}
         self._job_ids = itertools.count(1)
         self._admitting: list[QueuedPrompt] = []
@@ -57,6 +64,7 @@ class PrefillRunner:
         """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
         self.seconds = 0.0
         """Total seconds of passes."""
+        self.pace = PassPace()
 
     def start(self, order: Prefill) -> None:
         """Queue a prompt. `Jobs.cancel` stops its work and releases everything."""
@@ -176,7 +184,7 @@ class PrefillRunner:
         await self._stage.admit(job)
         queued.num_held_blocks = job.num_held_blocks
         self._leave_admission(queued)
-        await self._stage.fetch(job)
+        await self._stage.fetch(job, self._seconds_beside_fetch(queued, job))
 
     async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
         """Return the prompt's first token.
@@ -186,13 +194,28 @@ class PrefillRunner:
         while True:
             num_blocks = await self._stage.num_usable_blocks(job)
             if await self._stage.reuse(job, num_blocks):
-                self._queue.ready(queued, job.num_cached_tokens)
+                arrives = job.prefix_arrives and self._allows_long_passes
+                self._queue.ready(queued, job.num_cached_tokens, prefix_arrives=arrives)
                 self._ready.set()
                 first = await job.result
                 if first is not None:
                     return first
                 queued.state = PromptState.ADMITTED
             await self._stage.recount(job, job.round + 1)
+
+    @property
+    def _allows_long_passes(self) -> bool:
+        """Whether a pass may have several chunks while its prompt's prefix arrives."""
+        return self._stage.can_cut_in and not self._is_decoding()
+
+    def _seconds_beside_fetch(self, queued: QueuedPrompt, job: PrefillJob) -> float:
+        """Return how long the pass that waits for the prompt's prefix will probably compute."""
+        source = job.order.prefix_source
+        if source is None:
+            return 0.0
+        num_new = max(1, queued.num_tokens - source.num_blocks * self._stage.page_size)
+        most = self._queue.most_next(queued, prefix_arrives=self._allows_long_passes)
+        return min(num_new, most) * self.pace.seconds_per_token
 
     # -- admission ----------------------------------------------------------------------------------
 
@@ -228,10 +251,17 @@ class PrefillRunner:
     async def _compute(self, chunks: Sequence[QueuedChunk], *, cuts_in: bool = False) -> None:
         in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in chunks]
         rounds = [job.round for job, _ in in_pass]
-        computed = await self._stage.compute(in_pass, cuts_in=cuts_in)
+        loop, most_at_once = asyncio.get_running_loop(), self._queue.prefill_chunk
+        began_s = loop.time()
+        computed = await self._stage.compute(in_pass, cuts_in=cuts_in, most_at_once=most_at_once)
+        if all(result.is_computed for result in computed.results):
+            load_wait_s = in_pass[0][0].times.passes[-1].load_wait_s
+            num_tokens = sum(num_tokens for _, num_tokens in in_pass)
+            self.pace.note(num_tokens, loop.time() - began_s - load_wait_s)
         for (prompt, _), (job, _), result, round_ in zip(
             chunks, in_pass, computed.results, rounds, strict=True
         ):
+            prompt.prefix_arrives = False
             if not prompt.num_left:
                 self._queue.computed(prompt)
             if not result.is_computed:

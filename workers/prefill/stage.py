@@ -165,10 +165,11 @@ class Stage:
         await self.pool.send(reservation.reservation_id, order.grant, order.ref.request_id)
         job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
 
-    async def fetch(self, job: PrefillJob) -> None:
+    async def fetch(self, job: PrefillJob, compute_s: float = 0.0) -> None:
         """Begin to fetch the blocks that this stage's pool lacks from the order's `prefix_source`.
 
-        Returns when the last layers are about to arrive, or nothing more will arrive.
+        Returns when a pass that computes for `compute_s` seconds hardly has to wait for the last layers, or
+        nothing more will arrive.
         """
         source, reservation = job.order.prefix_source, job.reservation
         assert reservation is not None
@@ -176,7 +177,7 @@ class Stage:
             missing = job.missing_blocks(source.num_blocks)
             if missing:
                 job.fetch = PrefixFetch(self.pool, reservation.reservation_id, source.shards, missing)
-                await job.fetch.begun()
+                await job.fetch.begun(compute_s)
 
     async def num_usable_blocks(self, job: PrefillJob) -> int:
         """Return how many leading blocks this stage and all later stages can reuse in this round."""
@@ -296,6 +297,7 @@ class Stage:
         hidden: torch.Tensor | None = None,
         *,
         cuts_in: bool = False,
+        most_at_once: int | None = None,
     ) -> PassResult:
         """Compute one pass over the next tokens of each prompt.
 
@@ -305,6 +307,7 @@ class Stage:
             chunks: For each prompt its job, and the number of tokens.
             hidden: The states `[T, hidden_size]` of the previous stage; None in the first stage.
             cuts_in: Whether the pass is computed between two layers of another pass, which has other prompts.
+            most_at_once: The most tokens that a layer computes at a time, if the pass has one prompt.
         """
         assert not cuts_in or self.can_cut_in
         run = self._executor.cut_in if cuts_in else self._executor.run
@@ -321,7 +324,11 @@ class Stage:
 
         def compute_recorded() -> PassResult:
             with self.recorded(jobs):
-                return self._pass_on_device(jobs, parts, told, are_last, hidden, announced)
+                if self._followers is not None:
+                    assert announced is not None
+                    self._followers.announce(announced)
+                states = self._executor.prefill(parts, self._transfers, hidden, most_at_once)
+                return self._result(jobs, parts, told, are_last, states)
 
         try:
             done = await run(compute_recorded, on_cancel=drop_all)
@@ -349,19 +356,15 @@ class Stage:
         if self._next is not None and computed.hidden is not None:
             await self._next.compute(computed.ranges, computed.hidden)
 
-    def _pass_on_device(
+    def _result(
         self,
         jobs: Sequence[PrefillJob],
         parts: Sequence[PassPart],
         told: Sequence[ChunkRange],
         are_last: Sequence[bool],
-        hidden: torch.Tensor | None,
-        announced: PrefillPass | None,
+        hidden: torch.Tensor,
     ) -> PassResult:
-        if self._followers is not None:
-            assert announced is not None
-            self._followers.announce(announced)
-        hidden = self._executor.prefill(parts, self._transfers, hidden)
+        """Return the result of a pass from the states that leave this stage's layers."""
         are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
         if self._next is None:
             tokens = first_tokens(self._executor.model, jobs, ends_of(parts, are_computed, are_last), hidden)

@@ -197,6 +197,7 @@ class LeaderSession:
             self._link.tell,
             self._prefill_jobs,
             lambda: self._decode.why_no_prompts,
+            lambda: bool(self._decode_jobs.refs),
         )
         self._decode = DecodeRunner(
             self._executor,

@@ -89,15 +89,39 @@ def blocks_of(reservation: Reservation, num_blocks: int) -> Reservation:
     return msgspec.structs.replace(reservation, blocks=reservation.blocks[:num_blocks])
 
 
-def test_pieces_become_smaller_as_soon_as_others_are_in_a_hurry() -> None:
-    blocks = [claims.Block(key, page, 0, False, 0, page) for page, key in enumerate(prompt_keys(8))]
-    segment = cast(Segment, SimpleNamespace(layout=LAYOUT))
+def fetch_of(num_blocks: int, layout: KVLayout) -> BlockFetch:
+    """A fetch that only makes requests."""
+    keys = prompt_keys(num_blocks)
+    blocks = [claims.Block(key, page, 0, False, 0, page) for page, key in enumerate(keys)]
+    segment = cast(Segment, SimpleNamespace(layout=layout))
     reservation = claims.PageReservation(1, 1, blocks)
-    fetch = BlockFetch(
-        cast(Pool, None), segment, cast(OutgoingSessions, None), reservation, range(8), lambda *layers: None
-    )
-    num_blocks = 4
-    peer = cast(OutgoingSession, SimpleNamespace(frame_bytes=lambda urgency: num_blocks * LAYOUT.layer_bytes))
+    pool, peers = cast(Pool, None), cast(OutgoingSessions, None)
+    return BlockFetch(pool, segment, peers, reservation, range(num_blocks), lambda *layers: None)
+
+
+def peer_of(frame_bytes: Callable[[], int], num_lanes: int) -> OutgoingSession:
+    lanes = [None] * num_lanes
+    return cast(OutgoingSession, SimpleNamespace(frame_bytes=lambda urgency: frame_bytes(), lanes=lanes))
+
+
+@pytest.mark.parametrize(("num_lanes", "layer_parts"), [(1, 1), (2, 2), (16, 4)])
+def test_parts_of_a_layer_travel_over_all_connections_at_once(num_lanes: int, layer_parts: int) -> None:
+    """However many connections there are, a part has 128 KiB or more."""
+    layout = KVLayout(4, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    assert layout.layer_bytes == 64 << 10
+    fetch, peer = fetch_of(8, layout), peer_of(lambda: 4 << 20, num_lanes)
+    requests = list(fetch._requests([peer], [], Urgency.LATENCY))
+    assert [request.layers.start for request in requests] == [
+        layer for layer in range(4) for _ in range(layer_parts)
+    ]
+    of_first = [(request.first, request.end) for request in requests[:layer_parts]]
+    size = 8 // layer_parts
+    assert of_first == [(first, first + size) for first in range(0, 8, size)]
+
+
+def test_pieces_become_smaller_as_soon_as_others_are_in_a_hurry() -> None:
+    fetch, num_blocks = fetch_of(8, LAYOUT), 4
+    peer = peer_of(lambda: num_blocks * LAYOUT.layer_bytes, num_lanes=1)
     requests = fetch._requests([peer], [], Urgency.BULK)
     pieces = [next(requests)]
     num_blocks = 2

@@ -1,12 +1,15 @@
 """Loads and stores run beside the computation, and each layer waits for its own load only."""
 
 import asyncio
+import threading
 
 import pytest
 
+from tests.kvstore.holder import Answer
+from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.gate import Gate
-from tests.workers.prefill.test_equality import assert_equal
-from tests.workers.prefill_lab import Setting, StartLab
+from tests.workers.prefill.test_equality import assert_equal, holding
+from tests.workers.prefill_lab import BLOCK_SIZE, Setting, StartLab, endless_patience
 from tests.workers.references import prompt_of
 
 pytestmark = pytest.mark.cluster
@@ -44,6 +47,25 @@ async def test_layer_is_computed_while_the_next_one_is_loaded(start_lab: StartLa
             gate.open()
             assert_equal(await receiving.result(), plain, 3, same_arithmetic=False)
         assert gate.stored_layers == [0, 1, 2, 3]
+
+
+async def test_all_chunks_are_computed_up_to_the_layer_that_has_yet_to_arrive(start_lab: StartLab) -> None:
+    """The holder keeps the third layer back until the worker has computed two layers of three chunks."""
+    prompt, arrives = prompt_of(4, 8 * BLOCK_SIZE), threading.Event()
+    async with start_lab("tcp") as lab:
+        plain, keys = lab.plain(prompt), lab.keys_of(prompt)[:5]
+        computed = lab.computed_layers()
+        with endless_patience(), holding(lab, keys, plain, Answer.IN_PIECES, 2, arrives.wait) as holder:
+            async with lab.running(Setting(BLOCK_SIZE)):
+                receiving = await lab.order(prompt, lab.source(holder.address, len(keys)))
+                try:
+                    async with asyncio.timeout(DEADLINE_S):
+                        while computed != [0, 0, 0, 1, 1, 1]:
+                            await asyncio.sleep(0.001)
+                finally:
+                    arrives.set()
+                assert_equal(await receiving.result(), plain, len(keys), same_arithmetic=False)
+        assert computed == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 async def test_without_overlap_a_layer_is_stored_before_the_next_is_computed(start_lab: StartLab) -> None:

@@ -146,6 +146,19 @@ async def test_prompt_joins_a_pass_when_the_last_layers_are_near(clock: Clock) -
     assert pool.num_stopped == 0
 
 
+async def test_prompt_joins_the_sooner_the_longer_its_pass_computes(clock: Clock) -> None:
+    fetch, pool = await fetching()
+    begun = asyncio.create_task(fetch.begun(compute_s=SILENCE_S))
+    clock.now_s += 0.9 * SILENCE_S
+    pool.says(NUM_BLOCKS, 1)
+    assert await is_waiting(begun)  # 2.7 times `SILENCE_S` are left, of which the pass computes one
+    clock.now_s += 0.9 * SILENCE_S
+    pool.says(NUM_BLOCKS, 2)
+    await asyncio.wait_for(begun, DEADLINE_S)
+    pool.end(NUM_LAYERS)
+    await fetch.ended()
+
+
 async def test_source_that_is_seen_to_be_too_slow_is_given_up_early(clock: Clock) -> None:
     fetch, pool = await fetching()
     begun = asyncio.create_task(fetch.begun())

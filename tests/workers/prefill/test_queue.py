@@ -116,6 +116,18 @@ def test_reused_tokens_are_not_computed() -> None:
     assert compute(queue) == [(prompt, 16)]
 
 
+def test_a_prompt_whose_prefix_arrives_computes_four_chunks_at_once_if_no_other_is_queued() -> None:
+    queue = PrefillQueue(10)
+    prompt = queue.add(100, None, 0.0)
+    queue.ready(prompt, 20, prefix_arrives=True)
+    assert queue.plan() == [(prompt, 40)]
+    other = queue.add(100, None, 0.0)
+    assert queue.plan() == [(prompt, 10)]
+    queue.remove(other)
+    prompt.prefix_arrives = False  # the pass has ended
+    assert queue.plan() == [(prompt, 10)]
+
+
 def test_prompts_are_admitted_in_order_while_the_next_passes_have_room() -> None:
     queue = PrefillQueue(100)
     first, second, third = (queue.add(150, None, 0.0) for _ in range(3))
