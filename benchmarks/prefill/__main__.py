@@ -1,7 +1,7 @@
 """The costs of loads and stores during a prefill's computation, and the savings by reuse.
 
-    python -m benchmarks.prefill [--only overlap|slow|reuse|window|pipeline|vllm] [--rounds N]
-                                 [--tokens N,N,...]
+    python -m benchmarks.prefill [--only overlap|slow|reuse|window|fetch|pipeline|vllm]
+                                 [--rounds N] [--tokens N,N,...]
 
 The model has SmolLM2-135M's shape and random weights in bfloat16, and is computed by one thread. Messenger
 processes are real, on one machine. In each round all ways are measured in turn. Tables have medians, and the
@@ -11,6 +11,9 @@ limits (*bars*) of some of them.
 - slow: Figure 7 of the Mooncake paper: nothing is cached, and stores are throttled to the computation's time.
 - reuse: a prompt of 4k tokens. 95% of its tokens are in DRAM: in the worker's own pool, or in another
   instance's pool that is reached over TCP.
+- fetch: the prefix comes from another host, over a link whose bandwidth is limited to several values around
+  the one at which a layer takes as long to arrive as to compute. Only root can make the other host: a network
+  namespace.
 - window: whole prompts on a device with memory for some layers at a time, and on one with memory for all.
 - pipeline: two stages of one core each against one stage of one core, as `mooncake-serve` runs them, with the
   default model. The timeline of the last prompt of each size is written to `--timelines FOLDER`, as a Chrome
@@ -23,6 +26,7 @@ Owns: the comparisons, their tables and bars. Does not know: how a prefill is ru
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 from collections import defaultdict
@@ -34,6 +38,7 @@ import torch
 from benchmarks.kvstore.mooncake_store import PeerError
 from benchmarks.peers.vllm_cpu import HOME
 from benchmarks.prefill.bench import BLOCK_SIZE, LAYOUT, Bench, instances, seal
+from benchmarks.prefill.fetches import over_links
 from benchmarks.prefill.peer import SIZES as PEER_TOKENS
 from benchmarks.prefill.peer import beside_vllm
 from benchmarks.prefill.pipeline import SIZES as PIPELINE_TOKENS
@@ -207,8 +212,11 @@ async def measure(arguments: argparse.Namespace) -> bool:
     only, num_rounds = arguments.only, arguments.rounds
     sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else None
     is_met = True
-    if only not in ("pipeline", "vllm"):
+    if only not in ("fetch", "pipeline", "vllm"):
         is_met &= await beside_transfers(only, num_rounds, sizes or OVERLAP_TOKENS)
+    if only == "fetch" or (only is None and os.geteuid() == 0):
+        print()
+        is_met &= await over_links(num_rounds)
     if only in (None, "pipeline"):
         print()
         is_met &= await pipeline(
@@ -224,9 +232,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--only", choices=["overlap", "slow", "reuse", "window", "pipeline", "vllm"])
+    sections = ["overlap", "slow", "reuse", "window", "fetch", "pipeline", "vllm"]
+    parser.add_argument("--only", choices=sections)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", help="of all sections but reuse")
+    parser.add_argument("--tokens", help="of all sections but reuse and fetch")
     parser.add_argument("--stages", type=int, default=2, help="of section pipeline")
     parser.add_argument(
         "--chunks", choices=["balanced", "fixed"], default="balanced", help="of section pipeline"

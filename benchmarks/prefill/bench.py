@@ -5,6 +5,7 @@ Owns: processes, the model, one timed prefill. Does not know: the comparison.
 
 import asyncio
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine import SMOLLM2
+from benchmarks.other_host import HERE, THERE, enter
 from kvstore.client.worker_client import WorkerClient
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from mooncake.config.sections import KVCacheConfig, MessengerConfig
@@ -36,6 +38,7 @@ from workers.execution.loading import TORCH_DTYPES
 from workers.execution.model_spec import model_spec
 from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, StagedLayer, copies_for
 from workers.kvcache.layerwise import LayerTransfers, PassPart
+from workers.prefill.pass_pace import PassPace
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
 from workers.prefill.stage import Stage
@@ -108,15 +111,27 @@ class Throttled:
 
 
 class Instance:
-    """A messenger process, to which a worker's client can connect."""
+    """A messenger process, to which a worker's client can connect.
 
-    def __init__(self, folder: Path, name: str, key: ClusterKey, setup: Setup = SETUP) -> None:
+    The process runs on this host or, if `host` names one, on another host. `address` is the address at which
+    the other messenger reaches the process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        key: ClusterKey,
+        setup: Setup = SETUP,
+        address: str = "127.0.0.1",
+        host: str | None = None,
+    ) -> None:
         socket_path = str(folder / f"{name}.sock")
         segment_fd = os.memfd_create(name)
         os.posix_fallocate(segment_fd, 0, setup.num_pages * (setup.layout.block_bytes + 8192) + (1 << 20))
         config = MessengerProcess(
             cluster_key=key,
-            settings=MessengerConfig(transport="tcp"),
+            settings=MessengerConfig(transport="tcp", hosts=[address]),
             kvcache=KVCacheConfig(),
             instance=name,
             incarnation=1,
@@ -127,14 +142,21 @@ class Instance:
         )
         command = [sys.executable, "-m", "kvstore.server.service"]
         self.name, self.socket_path, self._layout = name, socket_path, setup.layout
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[segment_fd], cwd=ROOT)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[segment_fd],
+            cwd=ROOT,
+            preexec_fn=None if host is None else functools.partial(enter, host),
+        )
         os.close(segment_fd)
         assert self._process.stdin is not None
         self._process.stdin.write(config.model_dump_json().encode() + b"\n")
         self._process.stdin.flush()
 
-    async def connect(self) -> WorkerClient:
-        return await WorkerClient.connect(
+    async def connect(self, client: type[WorkerClient] = WorkerClient) -> WorkerClient:
+        """Return a worker's client of this class."""
+        return await client.connect(
             self.socket_path,
             instance=self.name,
             incarnation=1,
@@ -161,6 +183,7 @@ class Bench:
             spec, model.layers, setup.num_pages, setup.block_size, dtype, device, window=window
         )
         self._executor = Executor(model, kv)
+        self._pace = PassPace()
         self._num_prompts = 0
         self._generator = torch.Generator().manual_seed(0)
 
@@ -174,12 +197,18 @@ class Bench:
         ).tolist()
         return tokens
 
-    def transfers(self, *, overlap: bool = True, seconds_per_copy: float | None = None) -> LayerTransfers:
+    def transfers(
+        self,
+        *,
+        overlap: bool = True,
+        seconds_per_copy: float | None = None,
+        kind: type[LayerTransfers] = LayerTransfers,
+    ) -> LayerTransfers:
         """Return a worker's transfers, with throttled stores if `seconds_per_copy` is given."""
         copies = copies_for(self._executor.kv, self.pool.segment)
         if seconds_per_copy is not None:
             copies = Throttled(copies, seconds_per_copy)
-        return LayerTransfers(copies, overlap=overlap, window=self._executor.kv.window)
+        return kind(copies, overlap=overlap, window=self._executor.kv.window)
 
     def no_transfers(self) -> LayerTransfers:
         return NoTransfers(copies_for(self._executor.kv, self.pool.segment), overlap=False)
@@ -219,6 +248,7 @@ class Bench:
                 stage = Stage(self._executor, self.pool, transfers)
                 queue = PrefillQueue(self._setup.prefill_chunk)
                 runner = PrefillRunner(stage, queue, answers.put, Jobs(jobs), lambda: "")
+                runner.pace = self._pace  # a worker has one runner for all prompts
                 loop = group.create_task(runner.run())
                 for tokens in prompts:
                     started_s = time.perf_counter()
@@ -258,16 +288,26 @@ async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def instances(setup: Setup = SETUP) -> AsyncIterator[tuple[WorkerClient, WorkerClient]]:
-    """Make a context with two pools, and yield the workers' clients of both."""
+async def instances(
+    setup: Setup = SETUP, *, host: str | None = None, client: type[WorkerClient] = WorkerClient
+) -> AsyncIterator[tuple[WorkerClient, WorkerClient]]:
+    """Make a context with two pools, and yield the workers' clients of both.
+
+    Args:
+        setup: The model and the sizes of the pools.
+        host: The host of the second pool (`benchmarks.other_host`); None for this host.
+        client: The class of the first pool's client.
+    """
     key = ClusterKey.generate()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        ours, other = (Instance(Path(folder), name, key, setup) for name in ("p", "holder"))
-        stack.callback(other.close)
+        here, there = ("127.0.0.1", "127.0.0.1") if host is None else (HERE, THERE)
+        ours = Instance(Path(folder), "p", key, setup, here)
         stack.callback(ours.close)
-        clients = await ours.connect(), await other.connect()
+        other = Instance(Path(folder), "holder", key, setup, there, host)
+        stack.callback(other.close)
+        clients = await ours.connect(client), await other.connect()
         try:
             yield clients
         finally:
-            for client in clients:
-                await client.close()
+            for each in clients:
+                await each.close()

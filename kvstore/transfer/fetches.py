@@ -31,7 +31,7 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
-"""The most requests in flight: one request is answered while the next requests travel."""
+"""The most requests in flight over each connection: one is answered while the next requests travel."""
 _LEAST_PART_BYTES = 128 << 10
 """The least bytes of a part of a layer. Smaller layers are not split for several connections."""
 _SEVERAL_LAYERS_BYTES = 512 << 10
@@ -147,6 +147,7 @@ class BlockFetch:
         try:
             parts = overlaps(self._segment.layout, sources)
             peers = [await self._peers.peer(overlap.messenger) for overlap in parts]
+            most_at_once = _MOST_AT_ONCE * self._num_parts(peers)
             for request in self._requests(peers, parts, urgency):
                 asking = [
                     asyncio.create_task(self._ask(peer, overlap, request, urgency))
@@ -154,7 +155,7 @@ class BlockFetch:
                     if common(overlap.layers, self._model_layers(request))
                 ]
                 in_flight.append((request, asking))
-                if len(in_flight) == _MOST_AT_ONCE:
+                if len(in_flight) >= most_at_once:
                     await self._take(peers, in_flight)
             while in_flight:
                 await self._take(peers, in_flight)

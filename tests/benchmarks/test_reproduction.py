@@ -167,6 +167,13 @@ def test_measured_pipelines_take_what_the_model_says_within_15_percent(tmp_path:
         assert measured_after == pytest.approx(after, rel=0.15)
 
 
+def test_measured_fetches_over_slow_links_take_what_the_model_says_within_5_percent(tmp_path: Path) -> None:
+    _, fetched, _ = pipeline.run(Trace(tmp_path), tmp_path).tables
+    assert len(fetched.rows) == 6
+    for *_, by_model, measured in fetched.rows:
+        assert measured == pytest.approx(by_model, rel=0.05)
+
+
 def test_a_transfer_hides_from_the_needed_bandwidth_on() -> None:
     num_layers, (model, hardware, num_gpus) = 32, pipeline.DEVICES[0]
     layer = pipeline.layer_of(model, hardware, num_gpus, 4096, 3072)
