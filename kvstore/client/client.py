@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore.client.arguments import bytes_of, checked_layers
@@ -341,9 +340,7 @@ class KVCachePool:
     def __enter__(self) -> "KVCachePool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Owns: the views of leased blocks. Does not know: how blocks are found.
 
 import contextlib
 from collections.abc import Sequence
-from types import TracebackType
 
 from kvstore.client.mapped import MappedConnection
 from kvstore.protocol.answers import Leased
@@ -69,7 +68,5 @@ class Lease:
     def __enter__(self) -> "Lease":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()

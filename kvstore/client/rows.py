@@ -6,7 +6,6 @@ Owns: the form of rows. Does not know: their contents.
 import json
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 import rich.box
 import rich.console
@@ -51,9 +50,7 @@ class Rows:
     def __enter__(self) -> "Rows":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._table is not None and self._table.row_count:
             console = rich.console.Console(highlight=False)
             console.print(self._table)

@@ -6,7 +6,6 @@ Owns: the display. Does not know: the work.
 import contextlib
 import threading
 import time
-from types import TracebackType
 
 import rich.console
 import rich.progress
@@ -59,9 +58,7 @@ class StepDisplay:
             self._teller.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         if self._bar is not None:
             self._bar.stop()

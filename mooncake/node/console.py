@@ -9,7 +9,6 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 import rich.console
 import rich.progress
@@ -60,9 +59,7 @@ class Console:
         self._put(self._progress.start)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._put(self._progress.stop)
         self._put(None)
         self._writer.join(LAST_WORDS_S)

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from pydantic import ByteSize
@@ -86,9 +85,7 @@ class Pools:
     def __enter__(self) -> "Pools":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._started.close()
 
 

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 from pydantic import ByteSize
@@ -316,9 +315,7 @@ class Crashes:
     def __enter__(self) -> "Crashes":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.pool.close()
         for client in self.clients:
             client.close()

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import NamedTuple
 
 from benchmarks.tools.load.client import Client
@@ -70,9 +69,7 @@ class Clients:
     def __enter__(self) -> "Clients":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
