@@ -4,15 +4,15 @@ Before a request's first token is sent, the instance predicts the TBT of its bat
 request joins, waits for a smaller batch, or is refused. The first token of a request that joins can still be
 held, so that the gap to the second token is within the SLO.
 
-Owns: the predicted TBT with a request, the requests that wait for a smaller batch, held first tokens. Does
-not know: messages, how iterations are measured.
+Owns: the requests that wait for a smaller batch, held first tokens. Does not know: messages, how iterations
+are measured and predicted.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from mooncake.messages.costs import HOLD_SHARE, batch_share, tbt_margin_s
+from mooncake.messages.costs import HOLD_SHARE
 from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.heartbeats import DecodeLoad
 from workers.decode.sequence import Sequence
@@ -76,7 +76,7 @@ class DoubleCheck:
         """Return the load of these sequences, whether they are prefilled or not."""
         batch = [sequence for sequence in sequences if sequence.finish_reason is None]
         num_kv_tokens = sum(len(sequence.tokens) for sequence in batch)
-        tbt_s = self._tbt_s(len(batch), num_kv_tokens)
+        tbt_s = self._predictors.batch_tbt_s(len(batch), num_kv_tokens, self._max_batch)
         return DecodeLoad(
             len(batch),
             self._num_waiting,
@@ -84,15 +84,6 @@ class DoubleCheck:
             sum(sequence.num_prompt_tokens_left for sequence in batch),
             self._predictors.prompt_cost.predict_s(1, 0) or 0.0,
         )
-
-    def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
-        """Return the predicted TBT, in seconds, of requests that share the batch; None if there is none
-        yet."""
-        batched, delay = batch_share(num_requests, self._max_batch)
-        iteration_s = self._predictors.tbt.predict_s(
-            round(batched * num_requests), round(batched * num_kv_tokens)
-        )
-        return None if iteration_s is None else delay * iteration_s
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
         """Return why the sequence cannot join now; None if it can.
@@ -103,14 +94,9 @@ class DoubleCheck:
         if sequence.tbt_slo_s is None or not batch:
             return None
         num_kv_tokens = sum(len(other.tokens) for other in (*batch, sequence))
-        empty_s = self._predictors.tbt.predict_s(0, 0)
-        predicted_s = self._tbt_s(len(batch) + 1, num_kv_tokens)
-        if empty_s is None or predicted_s is None:
-            return None
-        margin_s = tbt_margin_s(predicted_s, empty_s)
-        if predicted_s + margin_s <= sequence.tbt_slo_s:
-            return None
-        return TooSlowError(len(batch) + 1, predicted_s, margin_s, sequence.tbt_slo_s)
+        num_requests, tbt_slo_s = len(batch) + 1, sequence.tbt_slo_s
+        missed = self._predictors.too_slow(num_requests, num_kv_tokens, self._max_batch, tbt_slo_s)
+        return None if missed is None else TooSlowError(num_requests, *missed, tbt_slo_s)
 
 
 class HeldTokens:

@@ -6,11 +6,13 @@ the next iteration, so the function follows the machine's speed. A feature that 
 slope 0, until it varies again. Prompts in an iteration add a cost of their own, a linear function of their
 tokens and of the earlier tokens that these attend to.
 
-Owns: the models of one device. Does not know: the clock, requests, limits.
+Owns: the models of one device, whether a predicted TBT misses an SLO. Does not know: the clock, requests.
 """
 
 import math
 from typing import NamedTuple
+
+from mooncake.messages.costs import batch_share, tbt_margin_s
 
 DECAY = 0.995
 """The weight of an iteration relative to the next one. About 200 iterations count."""
@@ -184,6 +186,13 @@ class PredictionError:
         return 1 + 2 * self._share
 
 
+class TooSlow(NamedTuple):
+    """A predicted TBT that exceeds a TBT SLO, or comes closer to the SLO than the margin, in seconds."""
+
+    tbt_s: float
+    margin_s: float
+
+
 class IterationPredictors:
     """The predictors of one instance's iterations."""
 
@@ -229,3 +238,25 @@ class IterationPredictors:
             if self._num_mixed_in_a_row > MAX_MIXED_IN_A_ROW and added_s is not None:
                 self.tbt.observe(num_decoded, num_kv_tokens, max(0.0, seconds - added_s))
         self.prompt_cost.observe(num_prompt_tokens, num_prompt_pairs, seconds - (decoding_s or 0.0))
+
+    def batch_tbt_s(self, num_requests: int, num_kv_tokens: int, max_batch: int) -> float | None:
+        """Return the predicted TBT, in seconds, of requests that share a batch of at most `max_batch`; None
+        without a prediction.
+
+        `num_kv_tokens` counts the tokens of all `num_requests` requests together.
+        """
+        batched, delay = batch_share(num_requests, max_batch)
+        iteration_s = self.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
+        return None if iteration_s is None else delay * iteration_s
+
+    def too_slow(
+        self, num_requests: int, num_kv_tokens: int, max_batch: int, tbt_slo_s: float
+    ) -> TooSlow | None:
+        """Return the predicted TBT of these requests if they would miss the TBT SLO; None if they would not,
+        and without a prediction. The arguments are those of `batch_tbt_s`."""
+        empty_s = self.tbt.predict_s(0, 0)
+        tbt_s = self.batch_tbt_s(num_requests, num_kv_tokens, max_batch)
+        if empty_s is None or tbt_s is None:
+            return None
+        margin_s = tbt_margin_s(tbt_s, empty_s)
+        return None if tbt_s + margin_s <= tbt_slo_s else TooSlow(tbt_s, margin_s)

@@ -12,7 +12,6 @@ from functools import partial
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member
 from benchmarks.tools.simulator.cluster.cache import Reservation
-from benchmarks.tools.simulator.cluster.decode.double_check import DoubleCheck
 from benchmarks.tools.simulator.cluster.decode.inlining import InlinedPrompts, Prompt
 from benchmarks.tools.simulator.cluster.decode.sequence import Sequence, Sequences
 from benchmarks.tools.simulator.cluster.decode.turns import Turns
@@ -21,6 +20,7 @@ from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Decode, DecodeRefused, Reserve, Reserved
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class Arrivals:
@@ -30,7 +30,8 @@ class Arrivals:
         node: The instance.
         sequences: The instance's sequences.
         batch: The instance's batch.
-        double_check: The rule of the double check.
+        predictors: The instance's predictors.
+        max_batch: The most requests that are decoded together.
         inlined: The prompts that the instance computes.
         enter: Called with a sequence whose KVCache is on the device, or will be computed there.
         finish: Called with a sequence that has all its tokens.
@@ -42,7 +43,8 @@ class Arrivals:
         node: Node,
         sequences: Sequences,
         batch: Batch,
-        double_check: DoubleCheck,
+        predictors: IterationPredictors,
+        max_batch: int,
         inlined: InlinedPrompts,
         enter: Callable[[Sequence], None],
         finish: Callable[[Sequence], None],
@@ -50,7 +52,7 @@ class Arrivals:
         checks_reservations: bool,
     ) -> None:
         self._node, self._sequences, self._batch = node, sequences, batch
-        self._double_check, self._inlined = double_check, inlined
+        self._predictors, self._max_batch, self._inlined = predictors, max_batch, inlined
         self._enter, self._finish = enter, finish
         self._checks_reservations = checks_reservations
         self.turns = Turns(node.clock, self._turn_too_slow_s, self._begin, self._refuse_turn)
@@ -109,8 +111,15 @@ class Arrivals:
         self._inlined.turns.reserved(prompt, reservation.num_found)
 
     def _too_slow_s(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> float | None:
+        """Return the predicted TBT of the sequence beside others if it misses the sequence's SLO, else None.
+
+        An empty batch refuses no sequence, as in `workers.decode.tbt_slo.double_check`.
+        """
+        if sequence.tbt_slo_s is None or not num_others:
+            return None
         num_kv_tokens = self._batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
-        return self._double_check.too_slow_s(sequence.tbt_slo_s, num_others, num_kv_tokens)
+        missed = self._predictors.too_slow(num_others + 1, num_kv_tokens, self._max_batch, sequence.tbt_slo_s)
+        return None if missed is None else missed.tbt_s
 
     def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
         self._node.send(DecodeRefused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from benchmarks.tools.simulator.cluster.batch import Batch, IterationCost, Member
 from benchmarks.tools.simulator.cluster.decode.arrivals import Arrivals
-from benchmarks.tools.simulator.cluster.decode.double_check import DoubleCheck
 from benchmarks.tools.simulator.cluster.decode.inlining import InlinedPrompts, Mixed
 from benchmarks.tools.simulator.cluster.decode.migrating import Migrating
 from benchmarks.tools.simulator.cluster.decode.sequence import Sequence, Sequences
@@ -59,7 +58,6 @@ class DecodeInstance:
         if node.machine is not None:
             node.machine.on_change[node.name] = self._runner.cut
         self.predictors = IterationPredictors()
-        self._double_check = DoubleCheck(self.predictors, max_batch)
         self.inlined = InlinedPrompts(self.predictors, chunk_limits)
         self._is_mixed = False  # whether an iteration with prompts is in flight
         self._sequences = Sequences()
@@ -68,7 +66,8 @@ class DecodeInstance:
             node,
             self._sequences,
             self.batch,
-            self._double_check,
+            self.predictors,
+            max_batch,
             self.inlined,
             self._wait,
             self._finish,
@@ -91,7 +90,7 @@ class DecodeInstance:
     def load(self) -> DecodeLoad:
         """The load for heartbeats, as `workers.decode.tbt_slo.double_check` reports it."""
         num_kv_tokens = self.batch.num_kv_tokens + self._sequences.num_outside_tokens
-        tbt_s = self._double_check.tbt_s(self.num_sequences, num_kv_tokens)
+        tbt_s = self.predictors.batch_tbt_s(self.num_sequences, num_kv_tokens, self._max_batch)
         num_left = sum(s.prompt.num_left for s in self._sequences if s.prompt is not None)
         token_s = self.predictors.prompt_cost.predict_s(1, 0) or 0.0
         return DecodeLoad(self.num_sequences, len(self._turns), tbt_s, num_left, token_s)
