@@ -1,6 +1,6 @@
 """Requests to a server at given times, and the times of their tokens.
 
-Owns: sending, the paper's TTFT and TBT of a request. Does not know: which server, what is measured.
+Owns: sending, TTFT and TBT of a request. Does not know: which server, what is measured.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.servers import ServerError
-
-_LONGEST_GAPS = 0.1
+from mooncake.messages.costs import tbt_s
 
 
 class Planned(NamedTuple):
@@ -48,10 +47,10 @@ class Answer:
 
     @property
     def tbt_s(self) -> float:
-        """The mean of the longest tenth of the gaps (Mooncake, FAST'25, section 5.1)."""
-        gaps = sorted(self.gaps_s, reverse=True)
-        longest = gaps[: max(1, round(_LONGEST_GAPS * len(gaps)))]
-        return sum(longest) / len(longest)
+        """The TBT of an answer of at least two tokens (`mooncake.messages.costs.tbt_s`)."""
+        of_gaps_s = tbt_s(self.gaps_s)
+        assert of_gaps_s is not None, "one token has no gaps"
+        return of_gaps_s
 
 
 class Sender:

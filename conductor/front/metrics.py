@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mooncake.messages.costs import TBT_SHARE
+from mooncake.messages.costs import tbt_s
 from mooncake.messages.requests import FinishReason
 
 TTFT_BUCKETS_S = (
@@ -57,17 +57,6 @@ class Denial(StrEnum):
 
     NO_KEY = "no_key"
     LIMIT = "limit"
-
-
-def tbt_s(gaps_s: Sequence[float]) -> float | None:
-    """Return the TBT of one request in seconds: the mean of the longest `TBT_SHARE` of its gaps.
-
-    `gaps_s` are the seconds between the request's iterations. Returns None without gaps.
-    """
-    if not gaps_s:
-        return None
-    longest = sorted(gaps_s)[-math.ceil(TBT_SHARE * len(gaps_s)) :]
-    return sum(longest) / len(longest)
 
 
 class Distribution:

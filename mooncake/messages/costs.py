@@ -46,6 +46,17 @@ The rest of the time is for its way to the client.
 """
 
 
+def tbt_s(gaps_s: Sequence[float]) -> float | None:
+    """Return the TBT of one request in seconds: the mean of the longest `TBT_SHARE` of its gaps.
+
+    `gaps_s` are the seconds between the request's iterations. Returns None without gaps.
+    """
+    if not gaps_s:
+        return None
+    longest = sorted(gaps_s)[-math.ceil(TBT_SHARE * len(gaps_s)) :]
+    return sum(longest) / len(longest)
+
+
 def tbt_margin_s(iteration_s: float, empty_iteration_s: float) -> float:
     """Return the seconds by which a predicted iteration must stay below a TBT SLO.
 

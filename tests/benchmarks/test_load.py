@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from benchmarks.tools.load import cli
 from benchmarks.tools.load.client import Answer, AnswerError, Client, EventStream
 from benchmarks.tools.load.measures import Slo, summarize
-from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult, tbt_of
+from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult
 from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sending import Sender
 from benchmarks.tools.load.sources import MixSource, Plan, Planned, Run, SyntheticSource
@@ -75,14 +75,6 @@ def outcomes_of(run: Run, share: int = 0, num_shares: int = 1) -> list[Outcome]:
 
 
 # -- what the times mean ----------------------------------------------------------------------------
-
-
-def test_tbt_is_the_mean_of_the_longest_tenth_of_the_gaps() -> None:
-    assert tbt_of([]) is None
-    assert tbt_of([0.3]) == 0.3
-    assert tbt_of([0.01] * 9 + [0.5]) == 0.5
-    assert tbt_of([0.01] * 18 + [0.4, 0.6]) == pytest.approx(0.5)
-    assert tbt_of([0.01] * 10 + [0.5]) == pytest.approx((0.5 + 0.01) / 2)  # 2 of 11 are a tenth at least
 
 
 def heard(*events: tuple[float, dict[str, Any]]) -> Answer:

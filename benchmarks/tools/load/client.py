@@ -13,9 +13,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.tools.load.outcomes import Kind, Outcome, tbt_of
+from benchmarks.tools.load.outcomes import Kind, Outcome
 from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Planned, Run
+from mooncake.messages.costs import tbt_s
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 """The environment variable with the server's API key.
@@ -195,7 +196,7 @@ class Client:
             lag_s=sent_s - due_s,
             answered_s=ended_s - due_s,
             ttft_s=None if answer.first_token_s is None else answer.first_token_s - due_s,
-            tbt_s=tbt_of(answer.gaps_s),
+            tbt_s=tbt_s(answer.gaps_s),
             num_output_tokens=answer.num_tokens,
             num_prompt_tokens=usage.prompt_tokens if usage else None,
             num_cached_tokens=_cached(usage),

@@ -1,16 +1,12 @@
 """The outcome of one request, as its client saw it, and the outcomes of a run.
 
-Owns: the records, and TBT's definition. Does not know: HTTP, the meaning of many outcomes together.
+Owns: the records. Does not know: HTTP, how TBT is defined, the meaning of many outcomes together.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
-
-from mooncake.messages.costs import TBT_SHARE
 
 
 class Kind(StrEnum):
@@ -44,19 +40,11 @@ class Outcome(msgspec.Struct, frozen=True):
     """Seconds until the answer ended, in whichever way."""
     ttft_s: float | None = None
     tbt_s: float | None = None
-    """The TBT of the answer (`tbt_of`); None for fewer than two tokens."""
+    """The TBT of the answer (`mooncake.messages.costs.tbt_s`); None for fewer than two tokens."""
     num_output_tokens: int = 0
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     error: str = ""
-
-
-def tbt_of(gaps_s: Sequence[float]) -> float | None:
-    """Return a request's TBT: the mean of its longest 10% of token gaps, at least one (Mooncake, FAST'25)."""
-    if not gaps_s:
-        return None
-    longest = sorted(gaps_s, reverse=True)[: math.ceil(TBT_SHARE * len(gaps_s))]
-    return sum(longest) / len(longest)
 
 
 @dataclass

@@ -6,7 +6,7 @@ Owns: the line, which never has text of a prompt or an answer. Does not know: wh
 import logging
 from collections.abc import Callable, Sequence
 
-from conductor.front.metrics import tbt_s
+from mooncake.messages.costs import tbt_s
 
 log = logging.getLogger(__name__)
 

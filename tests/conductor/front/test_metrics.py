@@ -3,11 +3,10 @@
 import math
 import time
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conductor.front.metrics import GAP_BUCKETS_S, TTFT_BUCKETS_S, Distribution, Metrics, tbt_s
+from conductor.front.metrics import GAP_BUCKETS_S, TTFT_BUCKETS_S, Distribution, Metrics
 from mooncake.messages.requests import FinishReason
 
 VLLM_NAMES = {
@@ -35,14 +34,6 @@ class Told:
         return {
             slo: self.value("mooncake_requests_within_slo_total", slo=slo) for slo in ("ttft", "tbt", "both")
         }
-
-
-def test_the_tbt_of_a_request_is_the_mean_of_its_longest_tenth_of_gaps() -> None:
-    assert tbt_s([]) is None
-    assert tbt_s([0.3]) == 0.3
-    assert tbt_s([0.1] * 9 + [0.7]) == 0.7
-    assert tbt_s([0.1] * 9 + [0.7, 0.3]) == pytest.approx(0.5)  # two of eleven
-    assert tbt_s([0.1] * 18 + [0.6, 0.4]) == pytest.approx(0.5)
 
 
 def test_goodput_counts_what_is_within_both_slos() -> None:
