@@ -10,7 +10,8 @@ Owns: the choice of congestion control. Does not know: the data.
 import functools
 import logging
 import socket
-from typing import Protocol
+
+from messenger.transport.tls import TlsSocket
 
 log = logging.getLogger(__name__)
 
@@ -18,19 +19,7 @@ UNPACED = b"reno"
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 
 
-class PacedSocket(Protocol):
-    """The interface of a socket, or a TLS socket, for the choice of congestion control."""
-
-    def getsockname(self) -> tuple[str, int]: ...
-
-    def getpeername(self) -> tuple[str, int]: ...
-
-    def getsockopt(self, level: int, option: int, num_bytes: int, /) -> bytes: ...
-
-    def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
-
-
-def begin_unpaced(sock: PacedSocket) -> None:
+def begin_unpaced(sock: socket.socket | TlsSocket) -> None:
     """Set the congestion control of a socket to Reno, before it connects or listens.
 
     Accepted connections inherit it.
@@ -39,7 +28,7 @@ def begin_unpaced(sock: PacedSocket) -> None:
         _change(sock, UNPACED)
 
 
-def choose_by_peer(sock: PacedSocket) -> None:
+def choose_by_peer(sock: socket.socket | TlsSocket) -> None:
     """Choose the congestion control of a new connection by the place of its peer, before anything is sent.
 
     Between hosts, a congestion control that the route or another program has set is kept.
@@ -61,7 +50,7 @@ def systems_own() -> bytes:
         return congestion_control_of(sock)
 
 
-def congestion_control_of(sock: PacedSocket) -> bytes:
+def congestion_control_of(sock: socket.socket | TlsSocket) -> bytes:
     """Return the name of a connection's congestion control."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
 
@@ -70,7 +59,7 @@ def _system_paces() -> bool:
     return systems_own().startswith(b"bbr")
 
 
-def _change(sock: PacedSocket, name: bytes) -> None:
+def _change(sock: socket.socket | TlsSocket, name: bytes) -> None:
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
     except OSError as error:  # not allowed to this process, see net.ipv4.tcp_allowed_congestion_control
