@@ -7,15 +7,13 @@ import asyncio
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.bus.zeromq import peer_identity
-from mooncake.messages.pools import Capacity, PoolShard, PoolStats
-from mooncake.messages.workers import PROTOCOL_VERSION
+from mooncake.messages.pools import PoolStats
 from mooncake.node.process import Progress, Ready, report
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.groups.meeting import meeting
 from workers.groups.next_stage import NextStage
 from workers.groups.previous_stage import PreviousStage
-from workers.groups.stage_messages import StageHello
 from workers.kvcache.copies import copies_for
 from workers.kvcache.latest_stats import LatestStats
 from workers.kvcache.layerwise import LayerTransfers
@@ -42,7 +40,7 @@ class RankSession(StageSession):
             endpoint,
             identity,
             process.cluster_key,
-            self._hello(pool, behind),
+            self._hello(pool, None, rank.number, rank.size),
             pools,
             timeout_s,
             "the first rank",
@@ -68,17 +66,4 @@ class RankSession(StageSession):
         blocks = SequenceBlocks(pool, BlockTransfers(copies_for(kv, pool.segment), kv))
         return RankRunner(
             executor, stage, blocks, leader, group, lambda path: meeting(path, self._process, kv.device)
-        )
-
-    def _hello(self, pool: WorkerClient, behind: NextStage | None) -> StageHello:
-        return StageHello(
-            PROTOCOL_VERSION,
-            self._process.rank.number,
-            self._process.rank.size,
-            self._fingerprint,
-            Capacity(
-                pool.num_pages, self._executor.kv.pages.num_pages, self._process.config.worker.max_batch
-            ),
-            self._executor.engine,
-            (PoolShard(pool.address, pool.segment.layout),),
         )

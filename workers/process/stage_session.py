@@ -90,7 +90,7 @@ class StageSession:
             own = {self._part: await stats.get(STATS_TIMEOUT_S)}
             return own | (behind.pools if behind else {})
 
-        hello = self._hello(pool, behind)
+        hello = self._hello(pool, behind, self._stage.number, self._stage.num_stages)
         before = PreviousStage(endpoint, identity, self._process.cluster_key, hello, pools, timeout_s)
         try:
             config = self._process.config.worker
@@ -109,11 +109,12 @@ class StageSession:
         finally:
             before.close(LINGER_S)
 
-    def _hello(self, pool: WorkerClient, behind: NextStage | None) -> StageHello:
+    def _hello(self, pool: WorkerClient, behind: NextStage | None, number: int, size: int) -> StageHello:
+        """Return the greeting of the worker with this number in a pipeline or group of `size` workers."""
         return StageHello(
             PROTOCOL_VERSION,
-            self._stage.number,
-            self._stage.num_stages,
+            number,
+            size,
             self._fingerprint,
             least_capacity(
                 Capacity(
