@@ -222,14 +222,9 @@ def _hosting(payload: bytes, request: HostModules) -> Hosting:
 
 async def _readable(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-
-    def note() -> None:
-        if not readable.done():
-            readable.set_result(None)
-
-    loop.add_reader(sock, note)
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(sock)
