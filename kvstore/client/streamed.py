@@ -15,6 +15,7 @@ from kvstore.client.connections import CopyLayers, PoolConnection, PoolURL, Remo
 from kvstore.protocol.answers import Connected, Done, FromRemotePool, GotBlocks, Located, Stats
 from kvstore.protocol.calls import Connect, GetBlocks, GetStats, Lookup, Notice, PutBlocks
 from kvstore.protocol.frames import SMALL_BYTES, FrameBuffer, encode_frame
+from messenger.transport.stream import MAX_BUFFERS, without
 from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums, layer_checksums
 from mooncake.errors import ConfigError, PoolError
 from mooncake.messages.blocks import BlockKey
@@ -23,8 +24,6 @@ from mooncake.security.keys import ClusterKey
 
 _DECODER = msgspec.msgpack.Decoder(FromRemotePool)
 _CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
-_MAX_BUFFERS = 1024
-"""The most buffers of one system call, IOV_MAX of Linux."""
 _LOOKUP_BYTES = 1 << 20
 """Before a put of this many bytes or more, the client asks which blocks the pool has already."""
 
@@ -97,17 +96,10 @@ class StreamedConnection(PoolConnection):
         self._send([memoryview(encode_frame(message))])
 
     def _send(self, buffers: list[memoryview]) -> None:
-        """Send all of `buffers`, and clear the list."""
+        """Send all of `buffers`."""
         try:
             while buffers:
-                num_bytes = self._sock.sendmsg(buffers[:_MAX_BUFFERS])
-                position = 0
-                while position < len(buffers) and num_bytes >= len(buffers[position]):
-                    num_bytes -= len(buffers[position])
-                    position += 1
-                del buffers[:position]
-                if num_bytes:
-                    buffers[0] = buffers[0][num_bytes:]
+                buffers = without(buffers, self._sock.sendmsg(buffers[:MAX_BUFFERS]))
         except BlockingIOError:
             raise self._silent(socket.SO_SNDTIMEO) from None
         except OSError as error:

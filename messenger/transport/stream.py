@@ -21,7 +21,8 @@ from messenger.transport import pacing
 from messenger.transport.readiness import Readiness
 from messenger.transport.tls import TlsSocket
 
-_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+MAX_BUFFERS = 1024
+"""The most buffers of one system call, IOV_MAX of Linux."""
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 TURN_BYTES = 2 << 20
@@ -327,7 +328,7 @@ def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
     """
     if len(buffers[0]) > TURN_BYTES:
         return [buffers[0][:TURN_BYTES]]
-    few = buffers[:_MAX_BUFFERS]
+    few = buffers[:MAX_BUFFERS]
     large = next((i for i, buffer in enumerate(few) if len(buffer) >= _LARGE_BYTES), 0)
     return few[:large] if large else few
 
