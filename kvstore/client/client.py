@@ -248,24 +248,14 @@ class KVCachePool:
 
     def unpin(self, keys: Sequence[BlockKey]) -> int:
         """Remove the pins of these blocks. Returns the number of removed pins."""
-        self._check(keys)
-        return sum(
-            self._of_each(
-                keys, lambda pool, some: pool.call(UnpinBlocks(pool.next_id(), some), Count).num_blocks
-            )
-        )
+        return self._count(keys, UnpinBlocks)
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """Remove these blocks from every pool and tier. Returns the number of removed copies.
 
         Reads in flight may finish.
         """
-        self._check(keys)
-        return sum(
-            self._of_each(
-                keys, lambda pool, some: pool.call(RemoveBlocks(pool.next_id(), some), Count).num_blocks
-            )
-        )
+        return self._count(keys, RemoveBlocks)
 
     def clear(self) -> int:
         """Remove every block from every pool. Returns the number of removed copies."""
@@ -344,6 +334,13 @@ class KVCachePool:
         self.close()
 
     # ---------------------------------------------------------------------------------------------
+
+    def _count(self, keys: Sequence[BlockKey], call: type[UnpinBlocks | RemoveBlocks]) -> int:
+        """Make the call with every pool that answers. Returns the sum of the pools' counts."""
+        self._check(keys)
+        return sum(
+            self._of_each(keys, lambda pool, some: pool.call(call(pool.next_id(), some), Count).num_blocks)
+        )
 
     def _of_each(
         self,
