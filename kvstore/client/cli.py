@@ -15,9 +15,9 @@ import msgspec
 from kvstore.client.client import KVCachePool
 from kvstore.client.clusters import check_of_one_cluster, pools_of
 from kvstore.client.rows import Rows
-from mooncake.cli.command_line import FAILED, INTERRUPTED, WRONG_USE, Parser
+from mooncake.cli.command_line import FAILED, Parser, exit_code
 from mooncake.cli.steps import StepDisplay
-from mooncake.errors import ConfigError, MooncakeError, PoolError
+from mooncake.errors import ConfigError, PoolError
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.pools import PoolStats, Tier
 
@@ -45,6 +45,11 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command. Returns the exit code: 0 for success, 1 if something failed or is damaged, 2 for wrong
     use."""
     options = _parser().parse_args(arguments)
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the parsed command, and return its exit code unless it raises an error."""
     try:
         if options.pool and getattr(options, "all", False):
             check_of_one_cluster(options.pool)
@@ -55,11 +60,6 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (MooncakeError, OSError) as error:
-        _complain(error)
-        return WRONG_USE if isinstance(error, ConfigError) else FAILED
 
 
 class _Pools:
@@ -87,7 +87,7 @@ class _Pools:
         except PoolError as error:
             if is_only:
                 raise
-            _complain(error)
+            print(f"error: {error}", file=sys.stderr)
             self.has_lost = True
 
     def __iter__(self) -> Iterator[KVCachePool]:
@@ -280,10 +280,6 @@ def _layer_range(text: str) -> tuple[int, int]:
     if not (begin.isdecimal() and colon and end.isdecimal()):
         raise argparse.ArgumentTypeError(f"layers are given as FIRST:END, such as 0:4, not {text!r}")
     return int(begin), int(end)
-
-
-def _complain(error: Exception) -> None:
-    print(f"error: {error}", file=sys.stderr)
 
 
 def _parser() -> Parser:
