@@ -13,11 +13,11 @@ import torch
 
 import kvstore.connectors.vllm
 from kvstore.client.client import KVCachePool
+from kvstore.connectors.vllm import check_version
 from kvstore.connectors.vllm.adapters import Adapters
 from kvstore.connectors.vllm.engine_kv import EngineKV
 from kvstore.connectors.vllm.link import PoolLink
 from kvstore.connectors.vllm.settings import ConnectorSettings
-from kvstore.connectors.vllm.version import check_version
 from kvstore.connectors.vllm.worker.page_order import page_order
 from mooncake.errors import ConfigError, MismatchError, PoolError
 from mooncake.messages.blocks import KVLayout
