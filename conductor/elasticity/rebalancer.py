@@ -21,8 +21,7 @@ from typing import NamedTuple
 from conductor.elasticity.capacity import FULL_SHARE, Division, DivisionCapacity, Work
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
 from conductor.elasticity.demand import OfferedLoad, Persistence
-from conductor.elasticity.moves.batches import InstanceBatch
-from conductor.elasticity.moves.consolidation import can_be_emptied
+from conductor.elasticity.moves.batches import InstanceBatch, can_be_emptied
 from conductor.performance.model import DecodeCapacity
 from conductor.performance.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role

@@ -14,13 +14,14 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from conductor.admission.quotas import Quotas
+from conductor.elasticity.control import Elasticity
 from conductor.index.event_stream import EventStream
 from conductor.index.prefix_index import PrefixIndex
+from conductor.performance.utilisation import Utilisation
 from conductor.policy import Conductor
 from conductor.replication.copies import Replication
 from conductor.requests.lifecycle import OPEN_STATES
 from conductor.settings import Limits
-from conductor.telemetry.elasticity_metrics import elasticity_metrics
 from conductor.telemetry.families import counters, gauges
 from conductor.telemetry.history import History
 from conductor.telemetry.instances import instance_metrics
@@ -343,4 +344,30 @@ def _histogram(name: str, of: str, errors: Errors) -> Metric:
     buckets = list(zip(bounds, map(float, accumulate(errors.counts)), strict=True))
     return HistogramMetricFamily(
         name, f"predicted against actual, {of}: the difference", buckets, errors.sum_s
+    )
+
+
+def elasticity_metrics(elasticity: Elasticity, utilisation: Utilisation) -> Iterator[Metric]:
+    """Yield all metric families of elasticity. Without a rebalancer its families are empty."""
+    used = GaugeMetricFamily(
+        "mooncake_instance_utilisation",
+        "share of an instance that was really used: computing time, and bytes of KVCache",
+        labels=["instance", "resource"],
+    )
+    for name, shares in utilisation.by_name().items():
+        used.add_metric([name, "compute"], shares.compute)
+        used.add_metric([name, "memory"], shares.memory)
+    yield used
+    rebalancer = elasticity.rebalancer
+    yield gauges(
+        "mooncake_desired_instances",
+        "instances that the load needs within its SLOs, for autoscalers",
+        "role",
+        rebalancer.desired if rebalancer is not None else {},
+    )
+    yield counters(
+        "mooncake_rebalancer_decisions",
+        "changes of roles that were decided",
+        "role",
+        rebalancer.num_decided.copy() if rebalancer is not None else {},
     )

@@ -1,7 +1,7 @@
 """The batches of decode instances, as values that rules can copy with changes.
 
-Owns: predictions for a batch with or without a request. Does not know: where the figures come from
-(`conductor.elasticity.survey`), why a request moves.
+Owns: predictions for a batch with or without a request, whether an instance can be emptied. Does not
+know: where the figures come from (`conductor.elasticity.survey`), why a request moves.
 """
 
 from collections.abc import Collection
@@ -184,3 +184,24 @@ def moved(
         else batch
         for batch in batches
     ]
+
+
+def can_be_emptied(source: InstanceBatch, batches: list[InstanceBatch]) -> bool:
+    """Return whether all requests that `source` decodes fit into the other batches without breaking an SLO.
+
+    In Llumnix (OSDI 2024, section 4.4) an instance that is to end, or is wanted for another use, counts as
+    full, so its requests are moved away. Here requests are consolidated only if an instance is wanted empty.
+    Otherwise the next requests would be placed there at once, as an empty instance has the least TBT.
+
+    Long requests are assigned first, as they fit on fewer instances. Coming requests do not count on any
+    instance: when they are decoded, other requests will have ended.
+    """
+    batches = [replace(batch, coming=()) for batch in batches]
+    for resident in sorted(source.residents, key=lambda of: -of.num_tokens):
+        if not resident.may_move:
+            return False
+        destination = destination_of(resident, batches, source.instance, share=1.0)
+        if destination is None:
+            return False
+        batches = moved(batches, resident, source.instance, destination.instance)
+    return True

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.elasticity.moves.batches import Coming, InstanceBatch, Resident
-from conductor.elasticity.moves.consolidation import can_be_emptied
+from conductor.elasticity.moves.batches import Coming, InstanceBatch, Resident, can_be_emptied
 from conductor.elasticity.moves.defragmentation import defragment
 from conductor.elasticity.moves.limits import Move, RecentMoves
 from conductor.elasticity.moves.priorities import keep_headroom
