@@ -11,15 +11,17 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from mooncake.bus.zeromq import PeerGoneError, peer_identity
+from mooncake.bus.zeromq import Dealer, PeerGoneError, peer_identity
 from mooncake.errors import ConfigError
 from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
+from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
 from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.migration import MigrationOrder, PlaceModules
@@ -46,10 +48,10 @@ from mooncake.messages.workers import (
 )
 from mooncake.node.process import Draining, Left, Progress, Ready, report, stop
 from mooncake.node.process_config import WorkerProcess
+from mooncake.security.keys import ClusterKey
 from workers.errors import SessionLostError
 from workers.groups.stage_pulse import beat_interval_s
 from workers.kvcache.latest_stats import LatestStats
-from workers.process.front_links import FrontLinks
 from workers.process.metrics_listener import ListenerState
 from workers.process.retirement import Retirement, is_sending
 from workers.process.unheard import UnheardPrompts
@@ -68,6 +70,38 @@ async def await_leader(leaders: Leaders) -> None:
     if leaders.latest is None:
         report(Progress("waiting for a conductor that leads", 0, 0))
         await leaders.known()
+
+
+class FrontLinks:
+    """The links to fronts, by endpoint. A link is opened when its front first gets tokens."""
+
+    def __init__(self, identity: bytes, key: ClusterKey) -> None:
+        self._identity, self._key = identity, key
+        self._links: dict[str, Dealer[ToFront]] = {}
+
+    async def emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
+        """Send outputs to fronts, in one message to each front.
+
+        Each output comes with the endpoint of its front. Outputs to a front that cannot be reached are
+        dropped: the front learns from the Conductor that they were sent.
+        """
+        by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
+        for endpoint, output in outputs:
+            by_front[endpoint].append(output)
+        for endpoint, of_front in by_front.items():
+            try:
+                if endpoint not in self._links:
+                    self._links[endpoint] = Dealer(endpoint, self._identity, ToFront, self._key)
+                await self._links[endpoint].send(Tokens(of_front))
+            except (ConfigError, PeerGoneError) as error:
+                log.warning("tokens for the front at %s are lost: %s", endpoint, error)
+                if (link := self._links.pop(endpoint, None)) is not None:
+                    link.close()
+
+    def close(self, linger_s: float) -> None:
+        """Close all links. The last tokens may still leave within `linger_s` seconds."""
+        for link in self._links.values():
+            link.close(linger_s=linger_s)
 
 
 class ConductorLink:
