@@ -29,12 +29,12 @@ class ModulesStayError(MooncakeError):
     """Modules cannot move to a helper, or back from it; the message says why."""
 
 
-def report_of(ref: Ref, error: Exception, *, retryable: bool = True) -> WorkFailed:
+def report_of(ref: Ref, error: Exception) -> WorkFailed:
     """Return the report that the attempt `ref` has failed with `error`.
 
-    `retryable` says whether another attempt may succeed. After a GrammarError no other attempt would succeed:
-    the report then refuses the request, and names the request's field that is at fault.
+    Another attempt may succeed, except after a GrammarError: the report then refuses the request, and names
+    the request's field that is at fault.
     """
     if isinstance(error, GrammarError):
         return WorkFailed(ref, str(error), retryable=False, is_refused=True, param="grammar")
-    return WorkFailed(ref, str(error), retryable)
+    return WorkFailed(ref, str(error), retryable=True)
