@@ -26,7 +26,6 @@ class Verbs:
     addr: Any
     cq: Any
     device: Any
-    enums: Any
     mr: Any
     pd: Any
     qp: Any
@@ -59,7 +58,7 @@ def load_verbs() -> Verbs:
 
 
 def _import() -> Verbs:
-    names = ("addr", "cq", "device", "enums", "mr", "pd", "qp", "wr")
+    names = ("addr", "cq", "device", "mr", "pd", "qp", "wr")
     modules = {name: importlib.import_module(f"pyverbs.{name}") for name in names}
     error: type[Exception] = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
     return Verbs(Error=error, **modules)
