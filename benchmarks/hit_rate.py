@@ -89,7 +89,7 @@ def replay(prompts: Sequence[Prompt], policy: EvictionPolicy, num_pages: int) ->
         num_tokens += prompt.num_tokens
         for block in reservation.blocks:
             if not block.found:
-                pool.record_arrival(reservation, block, range(1), bytes(8))
+                pool.record_arrival(block, range(1), bytes(8))
         pool.release(reservation.reservation_id)
         if pool.allocator.num_free < int(watermarks.low_watermark * num_pages):
             pool.evictor.make_room(int(watermarks.high_watermark * num_pages))

@@ -30,7 +30,7 @@ class Index:
     def seal(self, keys: Sequence[BlockKey]) -> None:
         reservation = self._pool.reserve(1, keys, 0)
         for block in reservation.blocks:
-            self._pool.record_arrival(reservation, block, range(_NUM_LAYERS), _CHECKSUMS)
+            self._pool.record_arrival(block, range(_NUM_LAYERS), _CHECKSUMS)
         self._pool.release(reservation.reservation_id)
 
     def exists(self, keys: Sequence[BlockKey]) -> None:

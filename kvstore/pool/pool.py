@@ -199,9 +199,7 @@ class Pool:
     def is_complete(self, block: Block) -> bool:
         return block.arrived == self._all_layers
 
-    def record_arrival(
-        self, reservation: PageReservation, block: Block, layers: range, checksums: bytes
-    ) -> None:
+    def record_arrival(self, block: Block, layers: range, checksums: bytes) -> None:
         """Record that `layers` of `block` are in its page.
 
         The last layer seals the block, unless the block is private, or a block with its key is sealed in
@@ -230,7 +228,7 @@ class Pool:
     def finish_promotion(self, reservation: PageReservation, checksums: bytes, num_uses: int) -> None:
         """Record that the whole block of `begin_promotion` is in its page and verified."""
         (block,) = reservation.blocks
-        self.record_arrival(reservation, block, range(self.table.num_layers), checksums)
+        self.record_arrival(block, range(self.table.num_layers), checksums)
         if self.table.state_of[block.page] == SEALED:
             self.table.num_uses[block.page] = num_uses
             self.hits.promoted(block.page)

@@ -307,7 +307,7 @@ class ClientSession:
             if block.arrived & layer_mask(layers):
                 raise PoolError(f"layers [{layers.start}, {layers.stop}) of page {page} were there already")
             checksums = commit.checksums[position * stride : (position + 1) * stride]
-            self._pool.record_arrival(reservation, block, layers, checksums)
+            self._pool.record_arrival(block, layers, checksums)
         self._sends.wake(commit.reservation_id)
 
     def _is_written_otherwise(self, reservation: PageReservation, page: int) -> bool:
@@ -327,7 +327,7 @@ class ClientSession:
                 raise PoolError(f"page {block.page} of {call.reservation_id} is being written otherwise")
         for position, block in enumerate(blocks):
             checksums = call.checksums[position * stride : (position + 1) * stride]
-            self._pool.record_arrival(reservation, block, layers, checksums)
+            self._pool.record_arrival(block, layers, checksums)
         self.release(call.reservation_id, "its blocks are sealed")
 
     def _describe(self, described: DescribeTokens) -> None:

@@ -335,7 +335,7 @@ class _Client:
             try:
                 for index, block in enumerate(reservation.blocks):
                     expected = checksums[index * stride : (index + 1) * stride]
-                    await self._receive_block(reservation, block, expected)
+                    await self._receive_block(block, expected)
             finally:
                 self._stalls.receive_due_s = None
                 self._session.release(reservation.reservation_id, "the client's blocks have come")
@@ -355,7 +355,7 @@ class _Client:
             except TimeoutError:
                 raise full from None
 
-    async def _receive_block(self, reservation: PageReservation, block: Block, expected: bytes) -> None:
+    async def _receive_block(self, block: Block, expected: bytes) -> None:
         """Receive the next block of the payload into its page, verify and seal it."""
         segment = self._store.segment
         if block.found:
@@ -371,7 +371,7 @@ class _Client:
             checksums.advance(filled)
         if checksums.packed() != expected:
             raise TransferError(f"block {(block.key or b'').hex()} was damaged on its way; store it again")
-        self._store.pool.record_arrival(reservation, block, range(segment.layout.num_layers), expected)
+        self._store.pool.record_arrival(block, range(segment.layout.num_layers), expected)
 
     async def _skip(self, num_bytes: int) -> None:
         scratch = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))

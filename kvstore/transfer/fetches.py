@@ -248,7 +248,7 @@ class BlockFetch:
         for index, block in enumerate(self._blocks[request.first : end]):
             # Sources that have a part of the layer send the checksum of their part only.
             packed = answers[0][index] if len(answers) == 1 else self._checksums(block, request.layers)
-            self._pool.record_arrival(self._reservation, block, request.layers, packed)
+            self._pool.record_arrival(block, request.layers, packed)
         if request.first + num_there < request.end:
             self._num_wanted = end
         if request.end >= self._num_wanted:  # all wanted blocks have these layers

@@ -241,7 +241,7 @@ class Grants:
                 return False
             checksums = layer_checksums(self._segment.layers_view(entry.page, layers), layout.layer_bytes)
         block = grant.reservation.by_page[entry.page]
-        self._pool.record_arrival(grant.reservation, block, layers, checksums)
+        self._pool.record_arrival(block, layers, checksums)
         self._pool.holds.remove(entry.page)
         grant.incomplete_pages[entry.page] &= ~layer_mask(layers)
         if self._pool.is_complete(block):

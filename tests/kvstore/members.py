@@ -149,9 +149,7 @@ class Member:
             view = self.segment.layers_view(block.page, layers)
             begin, end = layers.start * self.layout.layer_bytes, layers.stop * self.layout.layer_bytes
             view[:] = shard_of(block.key, self.layout, self.whole)[begin:end]
-            self.pool.record_arrival(
-                reservation, block, layers, layer_checksums(view, self.layout.layer_bytes)
-            )
+            self.pool.record_arrival(block, layers, layer_checksums(view, self.layout.layer_bytes))
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Store and seal this member's shards of blocks."""

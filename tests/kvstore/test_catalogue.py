@@ -40,7 +40,7 @@ class Node:
                 view = self.segment.page_view(block.page)
                 view[:] = content(block.key)
                 checksums = layer_checksums(view, LAYOUT.layer_bytes)
-                self.pool.record_arrival(reservation, block, LAYERS, checksums)
+                self.pool.record_arrival(block, LAYERS, checksums)
         self.pool.release(reservation.reservation_id)
 
 

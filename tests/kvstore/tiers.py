@@ -206,7 +206,7 @@ class Running:
                 assert block.key is not None
                 self.store.segment.page_view(block.page)[:] = block_of(block.key)
                 layers = range(LAYOUT.num_layers)
-                self.pool.record_arrival(reservation, block, layers, checksums_of(block.key))
+                self.pool.record_arrival(block, layers, checksums_of(block.key))
         self.pool.release(reservation.reservation_id)
 
     async def get(self, key: BlockKey, *, patiently: bool = True) -> bytes | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvstore.pool.claims import Block, PageReservation
+from kvstore.pool.claims import Block
 from kvstore.pool.pages import PageTable
 from kvstore.pool.pool import Pool
 from mooncake.messages.blocks import BlockKey
@@ -28,8 +28,8 @@ def new_pool(num_pages: int = NUM_PAGES, lower: FakeTier | None = None) -> Pool:
     return Pool(PageTable.in_memory(num_pages, NUM_LAYERS), lower=lower)
 
 
-def fill(pool: Pool, reservation: PageReservation, block: Block, layers: range = ALL_LAYERS) -> None:
-    pool.record_arrival(reservation, block, layers, bytes(8 * len(layers)))
+def fill(pool: Pool, block: Block, layers: range = ALL_LAYERS) -> None:
+    pool.record_arrival(block, layers, bytes(8 * len(layers)))
 
 
 def store(pool: Pool, *keys: BlockKey, tenant: str = "") -> None:
@@ -37,7 +37,7 @@ def store(pool: Pool, *keys: BlockKey, tenant: str = "") -> None:
     reservation = pool.reserve(1, keys, 0, tenant=tenant)
     for block in reservation.blocks:
         if not block.found:
-            fill(pool, reservation, block)
+            fill(pool, block)
     pool.release(reservation.reservation_id)
 
 

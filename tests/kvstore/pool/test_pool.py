@@ -31,17 +31,17 @@ def found(pool: Pool, *keys: bytes) -> list[bool]:
 def test_block_is_found_only_when_all_layers_have_arrived() -> None:
     pool = new_pool()
     reservation = pool.reserve(1, KEYS[:1], 0)
-    fill(pool, reservation, reservation.blocks[0], range(1))
+    fill(pool, reservation.blocks[0], range(1))
     assert found(pool, KEYS[0]) == [False]
-    fill(pool, reservation, reservation.blocks[0], range(1, 2))
+    fill(pool, reservation.blocks[0], range(1, 2))
     assert found(pool, KEYS[0]) == [True]
 
 
 def test_first_to_seal_a_key_wins_and_the_other_page_is_freed_at_release() -> None:
     pool = new_pool()
     first, second = pool.reserve(1, KEYS[:1], 0), pool.reserve(2, KEYS[:1], 0)
-    fill(pool, second, second.blocks[0])
-    fill(pool, first, first.blocks[0])
+    fill(pool, second.blocks[0])
+    fill(pool, first.blocks[0])
     assert pool.is_complete(first.blocks[0])
     assert pool.reserve(3, KEYS[:1], 0).blocks[0].page == second.blocks[0].page
     pool.release(first.reservation_id)

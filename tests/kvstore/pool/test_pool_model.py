@@ -122,7 +122,7 @@ class PoolModel(RuleBasedStateMachine):
         blocks = [b for b in reservation.blocks if not any(b.arrived >> layer & 1 for layer in layers)]
         if blocks:
             block = data.draw(st.sampled_from(blocks))
-            self.pool.record_arrival(reservation, block, layers, bytes(8 * len(layers)))
+            self.pool.record_arrival(block, layers, bytes(8 * len(layers)))
 
     @precondition(lambda self: self.reservations)
     @rule(data=st.data())
@@ -141,7 +141,7 @@ class PoolModel(RuleBasedStateMachine):
             return
         for block in reservation.blocks:
             if not block.found:
-                self.pool.record_arrival(reservation, block, ALL_LAYERS, CHECKSUMS)
+                self.pool.record_arrival(block, ALL_LAYERS, CHECKSUMS)
         self.pool.release(reservation.reservation_id)
         assert self.pool.locate(keys) == [Tier.DRAM] * len(keys)
 

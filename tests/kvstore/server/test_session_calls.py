@@ -242,7 +242,7 @@ async def test_block_that_comes_to_a_page_after_a_damaged_one_was_found_there_is
             remove_hold(page, used=used)
             monkeypatch.undo()
             reservation = r.pool.reserve(1, [key_of(2)], 0)
-            r.pool.record_arrival(reservation, reservation.blocks[0], range(3), checksums_of(key_of(2)))
+            r.pool.record_arrival(reservation.blocks[0], range(3), checksums_of(key_of(2)))
             r.pool.release(reservation.reservation_id)
 
         monkeypatch.setattr(r.pool.holds, "remove", remove_and_replace)

@@ -442,7 +442,7 @@ async def test_block_that_is_replaced_before_its_demotion_has_begun_is_not_mixed
         reservation = r.pool.reserve(1, [KEYS[0]], 0)
         block, other = reservation.blocks[0], block_of(KEYS[1])
         r.store.segment.page_view(block.page)[:] = other
-        r.pool.record_arrival(reservation, block, range(LAYOUT.num_layers), checksums_of(KEYS[1]))
+        r.pool.record_arrival(block, range(LAYOUT.num_layers), checksums_of(KEYS[1]))
         r.pool.release(reservation.reservation_id)
         await settled(r)
         await pushed_out(r, KEYS[0])
