@@ -158,16 +158,15 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
 
     def _lease(self, pool: KVCachePool, keys: list[BlockKey]) -> list[bool]:
         """Lease the blocks that pools on this host have. Returns for each block whether any pool has it."""
-        if not self._pools.has_local:
-            return [tier is not None for tier in pool.exists(keys)]
-        shared = _SharedLease(pool.lease(keys, _LOCK_S))
-        leased = [key for key, block in zip(keys, shared.lease.blocks, strict=True) if block is not None]
-        shared.num_keys = len(leased)
-        if not leased:
-            shared.lease.end()
-        with self._lock:
-            for key in leased:
-                self._held.setdefault(key, []).append(shared)
+        if self._pools.has_local:
+            shared = _SharedLease(pool.lease(keys, _LOCK_S))
+            leased = [key for key, block in zip(keys, shared.lease.blocks, strict=True) if block is not None]
+            shared.num_keys = len(leased)
+            if not leased:
+                shared.lease.end()
+            with self._lock:
+                for key in leased:
+                    self._held.setdefault(key, []).append(shared)
         # Others may be in pools of other hosts.
         return [tier is not None for tier in pool.exists(keys)]
 
