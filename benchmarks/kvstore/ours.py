@@ -5,7 +5,6 @@ Owns: how a messenger is started for a benchmark, and how the client is used. Do
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Literal
 
 from benchmarks.kvstore.limits import ROOT
 from benchmarks.kvstore.workload import WORKING_SET_BYTES, Bytes
+from benchmarks.servers import free_port
 from kvstore.client.client import KVCachePool
 from mooncake.config.sections import KVCacheConfig, MessengerConfig
 from mooncake.errors import PoolError
@@ -53,7 +53,7 @@ class Messenger:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.unix_address = f"unix:{self._folder.name}/worker.sock"
-        tcp_port = _free_port()
+        tcp_port = free_port()
         self.tcp_address = f"tcp://127.0.0.1:{tcp_port}"
         key = ClusterKey.generate()
         self.key_file = Path(self._folder.name, "cluster.key")
@@ -143,9 +143,3 @@ def _connect(address: str, layout: KVLayout, key_file: Path) -> KVCachePool:
 def _check(is_whole: bool) -> None:
     if not is_whole:
         raise RuntimeError("the pool lacks a block that was put")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
