@@ -246,7 +246,7 @@ async def serve(config: Config, num_prefill: int, num_decode: int) -> None:
         raise ConfigError("security.key_file: give the key that the conductor has")
     key = ClusterKey.load(config.security.key_file)
     checkpoint = open_checkpoint(config.model, config.load_format)
-    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    dtype = checkpoint.dtype_of(config.dtype)
     block_size = config.kvcache.block_size
     fingerprint = checkpoint.fingerprint(dtype, block_size)
     layout = kv_layout(checkpoint, block_size, dtype)

@@ -73,7 +73,7 @@ def _check_certificates(security: SecurityConfig) -> None:
 
 def _check_pool(config: Config, checkpoint: Checkpoint) -> None:
     """Check that `kvcache.pool_bytes` can hold the smallest shard of a block. Raises ConfigError."""
-    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    dtype = checkpoint.dtype_of(config.dtype)
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     num_parts = config.worker.tensor_parallel * config.pipeline.stages
     least_bytes, pool_bytes = layout.block_bytes // num_parts, int(config.kvcache.pool_bytes)

@@ -133,7 +133,7 @@ def profile_of(config: Config, measured: Sequence[Measured]) -> Profile:
     return Profile(
         model=checkpoint.name,
         shape=checkpoint.model.shape,
-        dtype=checkpoint.native_dtype if config.dtype == "auto" else config.dtype,
+        dtype=checkpoint.dtype_of(config.dtype),
         engine=measured[0].engine,
         device=measured[0].device,
         prefill=PrefillCosts(*fit([_quantities(point) for point in points["prefill"]])),

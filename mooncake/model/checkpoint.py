@@ -84,10 +84,9 @@ class Checkpoint:
         """The largest number of tokens of a request, its answer included."""
         return self.model.max_position_embeddings
 
-    @property
-    def native_dtype(self) -> KVDtype:
-        """The dtype that the weights were published in."""
-        return self.model.native_dtype
+    def dtype_of(self, configured: KVDtype | Literal["auto"]) -> KVDtype:
+        """Return the configured dtype; for "auto", the dtype that the weights were published in."""
+        return self.model.native_dtype if configured == "auto" else configured
 
     @property
     def architecture(self) -> str:

@@ -127,7 +127,7 @@ async def serve(process: WorkerProcess) -> None:
     """Load the model, measure all sizes, and report the durations."""
     config = process.config
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
-    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    dtype = checkpoint.dtype_of(config.dtype)
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
     kv = executor.kv

@@ -42,7 +42,7 @@ async def serve(process: WorkerProcess) -> None:
     """Load the model, then serve sessions until cancelled. Each session is an incarnation of its own."""
     config, record = process.config, PassRecord(process.pass_record_fd)
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
-    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    dtype = checkpoint.dtype_of(config.dtype)
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status, retirement = ListenerState(process.role), Retirement()

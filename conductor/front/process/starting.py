@@ -36,7 +36,7 @@ class OpenedModel(NamedTuple):
 async def open_model(config: Config) -> OpenedModel:
     """Return the configured model. Raises ModelError."""
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
-    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    dtype = checkpoint.dtype_of(config.dtype)
     tool_format = None if config.http.tool_parser == "auto" else ToolFormat(config.http.tool_parser)
     served = await asyncio.to_thread(
         load_served_model, checkpoint, dtype, config.kvcache.block_size, tool_format

@@ -60,7 +60,7 @@ def test_default_model_is_smollm2_as_its_file_describes_it() -> None:
     assert {key: checkpoint.config[key] for key in expected} == expected
     assert checkpoint.context_len == 8192
     assert checkpoint.eos_token_ids == (2,)
-    assert checkpoint.native_dtype == "bfloat16"
+    assert checkpoint.dtype_of("auto") == "bfloat16"
     layout = kv_layout(checkpoint, block_size=16, dtype="bfloat16")
     assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (30, 3, 64)
 
@@ -91,7 +91,7 @@ def test_opening_and_tokenizing_need_neither_torch_nor_the_default_models_packag
 def test_directory_is_described_by_its_config(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_model(tmp_path / "my-model")))
     assert (checkpoint.name, checkpoint.kind) == ("my-model", CheckpointKind.SAFETENSORS)
-    assert (checkpoint.context_len, checkpoint.native_dtype) == (128, "bfloat16")
+    assert (checkpoint.context_len, checkpoint.dtype_of("auto")) == (128, "bfloat16")
     assert checkpoint.eos_token_ids == (7,)
     assert checkpoint.weight_files == (tmp_path / "my-model" / "model.safetensors",)
 
@@ -111,7 +111,7 @@ def test_native_dtype_is_the_configs_or_float32(
     tmp_path: Path, dtype_key: str, dtype: str, native: str
 ) -> None:
     directory = write_model(tmp_path, torch_dtype=None, **{dtype_key: dtype})
-    assert open_checkpoint(str(directory)).native_dtype == native
+    assert open_checkpoint(str(directory)).dtype_of("auto") == native
 
 
 def test_generation_config_decides_which_tokens_end_an_answer(tmp_path: Path) -> None:
