@@ -30,6 +30,7 @@ from kvstore.protocol.answers import (
     Verified,
 )
 from kvstore.protocol.calls import (
+    COMMIT_BYTES,
     AwaitSpace,
     Call,
     GetBlocks,
@@ -57,8 +58,6 @@ function returns the xxh3-64 of every layer, `[block][layer]`, and may wait unti
 
 _WRITTEN_BYTES = 1 << 20
 """A put commits written layers whenever they have this many bytes."""
-_COMMIT_BYTES = 1 << 17
-"""The most bytes of checksums in one message."""
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
@@ -213,7 +212,7 @@ class PoolConnection(ABC):
     def layer_groups(self, num_blocks: int) -> Iterator[range]:
         """Yield ranges of layers. Each range is committed by one message."""
         stride = -(-_WRITTEN_BYTES // (num_blocks * self.layout.layer_bytes))
-        stride = max(1, min(stride, _COMMIT_BYTES // (num_blocks * CHECKSUM_BYTES)))
+        stride = max(1, min(stride, COMMIT_BYTES // (num_blocks * CHECKSUM_BYTES)))
         num_layers = self.layout.num_layers
         return (range(start, min(start + stride, num_layers)) for start in range(0, num_layers, stride))
 

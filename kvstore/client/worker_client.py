@@ -28,6 +28,7 @@ from kvstore.protocol.answers import (
     Verified,
 )
 from kvstore.protocol.calls import (
+    COMMIT_BYTES,
     Attach,
     AwaitArrived,
     AwaitSent,
@@ -63,8 +64,6 @@ _KEYS_PER_MESSAGE = 1 << 12
 """The most keys in one report of the engine's blocks; longer reports are split."""
 _TOKEN_BYTES = 1 << 17
 """The most bytes of token ids in one message; longer lists are split."""
-_COMMIT_BYTES = 1 << 17
-"""The most bytes of checksums in one commit message; larger commits are split."""
 
 
 class WorkerClient:
@@ -187,7 +186,7 @@ class WorkerClient:
         Returns when the message has left. A wrong commit ends the session (`closed`); a commit for a released
         reservation is ignored.
         """
-        pages_per_message = max(1, _COMMIT_BYTES // (CHECKSUM_BYTES * max(1, len(layers))))
+        pages_per_message = max(1, COMMIT_BYTES // (CHECKSUM_BYTES * max(1, len(layers))))
         for start in range(0, len(pages), pages_per_message):
             part = slice(start, start + pages_per_message)
             packed = np.asarray(checksums[part], dtype="<u8").tobytes()

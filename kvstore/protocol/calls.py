@@ -27,6 +27,8 @@ MAX_MESSAGE_BYTES = 384 * 1024
 
 A message of this size fits into the socket buffer that Linux grants by default. 4,096 keys take 72 KiB.
 """
+COMMIT_BYTES = 1 << 17
+"""The most bytes of checksums in one commit message; larger commits are split."""
 
 SPOKEN = Versions(1, 2)
 """The versions of this protocol that a messenger and its users speak (`mooncake.versions`).

@@ -13,13 +13,13 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from kvstore.events.vllm import END_OF_REPLAY
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.pools import Tier
 from workers.vllm.cached_blocks import CachedBlocks, Change
 
 _REPLAY_S = 10.0
 """Seconds after which the rest of a replay is no longer awaited."""
-_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 Tell = Callable[[list[Change]], Awaitable[None]]
 
 
@@ -69,7 +69,7 @@ class KVEventFollower:
             async with asyncio.timeout(_REPLAY_S):
                 while True:
                     *_, number, payload = await self._replay.recv_multipart()
-                    if number == _END_OF_REPLAY:
+                    if number == END_OF_REPLAY:
                         break
                     sequence = int.from_bytes(number, "big")
                     if sequence > self.blocks.next_sequence:
