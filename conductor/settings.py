@@ -94,9 +94,6 @@ class Limits:
     return_grace_s: float = 10.0
     switch_timeout_s: float = 30.0
     """Seconds after which a switch of an instance's role is undone."""
-    retry_after_s: float = 1.0
-    migration_timeout_s: float = 10.0
-    """The seconds that the copies of a migration may take. Its hand-over may take the same time again."""
     max_migrations: int = 8
     """The most migrations from and to an instance at the same time."""
     ttft_slo_s: float | None = None

@@ -10,13 +10,16 @@ from conductor.requests.registry import Requests
 from conductor.view.rejection import Reason, Rejection
 from mooncake.messages.fronts import Failed, Rejected
 
+_RETRY_AFTER_S = 1.0
+"""Seconds after which a rejected client may try again, where nothing better is known."""
+
 
 class Endings:
     """Ends requests of the registry before they have all their tokens."""
 
     def __init__(self, requests: Requests, admission: Admission) -> None:
         self._requests, self._admission = requests, admission
-        self._limits, self._stats = requests.limits, requests.stats
+        self._stats = requests.stats
 
     def abort(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """End a request whose client has left, or that its front does not know any more."""
@@ -50,7 +53,7 @@ class Endings:
         """
         self._stats.rejected(reason)
         if reason.status in (429, 503) and retry_after_s is None:
-            retry_after_s = self._limits.retry_after_s
+            retry_after_s = _RETRY_AFTER_S
         return Effect(front, Rejected(request_id, reason, reason.status, message, retry_after_s))
 
     def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:

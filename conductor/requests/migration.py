@@ -40,6 +40,8 @@ _NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
 
 MAX_ROUNDS = 3
 """The most rounds of copies. After the last round the source hands over, however many tokens are lacking."""
+TIMEOUT_S = 10.0
+"""Seconds that the copies of a migration may take. The hand-over may take the same time again."""
 
 
 def step_behind_copies(

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
-from conductor.requests.migration import MAX_ROUNDS, Migration, MigrationStep, step_behind_copies
+from conductor.requests.migration import MAX_ROUNDS, TIMEOUT_S, Migration, MigrationStep, step_behind_copies
 from conductor.requests.registry import Requests
 from conductor.settings import PolicySettings
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
@@ -222,7 +222,7 @@ class Migrations:
 
     def _hand_over(self, tracked: TrackedRequest, migration: Migration, now_s: float) -> list[Effect]:
         migration.move_to(MigrationStep.HANDING_OVER)
-        migration.deadline_s = now_s + self._limits.migration_timeout_s
+        migration.deadline_s = now_s + TIMEOUT_S
         return [Effect(tracked.placed.placement.decode.identity, HandOver(tracked.ref))]
 
     def on_handed_over(self, tracked: TrackedRequest, output: list[int], now_s: float) -> list[Effect] | None:

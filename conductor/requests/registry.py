@@ -9,7 +9,7 @@ from collections import Counter
 from conductor.admission.quotas import Quotas
 from conductor.effects import Effect
 from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
-from conductor.requests.migration import Migration, MigrationStep
+from conductor.requests.migration import TIMEOUT_S, Migration, MigrationStep
 from conductor.requests.running import RunningRequests
 from conductor.requests.suspicion import Suspicion
 from conductor.settings import Limits, PolicySettings, SLOs
@@ -270,7 +270,7 @@ class Requests:
         assert tracked.migration is None
         share = self._assignments.reserve(tracked.placed, destination, cost.num_bytes)
         destination.requests[tracked.request_id] = share.num_tokens
-        deadline_s = now_s + self.limits.migration_timeout_s
+        deadline_s = now_s + TIMEOUT_S
         tracked.migration = Migration(
             tracked.new_ref(self.epoch),
             share,
