@@ -33,6 +33,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from conductor.picker.cli import run
 from conductor.picker.fronts import WatchedFronts
 from conductor.picker.processing_stream import ProcessingStream
+from tests.certificates import self_signed
 from tests.cluster.harness import eventually
 from tests.conductor.picker.running import PROGRAM, ROOT, picker
 from tests.conductor.picker.stub_fronts import StubFront
@@ -260,12 +261,7 @@ def test_requests_end_before_a_picker_that_is_told_to_end() -> None:
 
 
 def test_gateways_reach_it_by_tls(tmp_path: Path) -> None:
-    chain, key = tmp_path / "tls.crt", tmp_path / "tls.key"
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
-    )
-    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(chain)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True, timeout=DEADLINE_S)
+    chain, key = self_signed(tmp_path, "DNS:localhost")
     trusted = grpc.ssl_channel_credentials(chain.read_bytes())
     with (
         picker("http://127.0.0.1:9", f"--tls-cert={chain}", f"--tls-key={key}") as running,

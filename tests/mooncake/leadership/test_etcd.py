@@ -4,7 +4,6 @@ import asyncio
 import base64
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -16,6 +15,7 @@ from mooncake.config.cluster_section import ClusterConfig
 from mooncake.errors import ConfigError
 from mooncake.leadership import etcd as etcd_module
 from mooncake.leadership.etcd import Etcd, FirstKey, LeaseLostError, RefusedError, UnreachableError
+from tests.certificates import self_signed
 from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
 from tests.ports import free_port
@@ -162,20 +162,9 @@ async def test_logins_are_repeated_when_etcd_has_forgotten_them(server: EtcdServ
                 await etcd.create(b"/moon/1", b"", lease)
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate that signs itself, and its key."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=test"
-    )
-    options = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *options], check=True, capture_output=True)
-    return cert, key
-
-
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 async def test_both_sides_show_certificates(tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path)
+    cert, key = self_signed(tmp_path)
     flags = [f"--cert-file={cert}", f"--key-file={key}", "--client-cert-auth", f"--trusted-ca-file={cert}"]
     with EtcdServer(tmp_path, *flags, scheme="https") as server:
         with_ca = ClusterConfig(etcd_endpoints=[server.url], etcd_ca=cert)

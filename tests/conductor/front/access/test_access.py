@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from mooncake.errors import ConfigError, RequestError
 from mooncake.messages.fronts import QuotaClaim, Rejected
 from mooncake.messages.requests import Request
 from mooncake.security.api_keys import ApiKey, add_api_key, digest
+from tests.certificates import self_signed
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
     DEADLINE_S,
@@ -308,12 +308,7 @@ def test_web_pages_of_named_origins_may_ask(guarded: tuple[Running, str]) -> Non
 
 def certificate(folder: Path) -> Path:
     """A new one, with its key, and a copy that stays."""
-    cert, private = folder / "cert.pem", folder / "key.pem"
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=test"
-    )
-    options = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(private), "-out", str(cert)]
-    subprocess.run([*command.split(), *options], check=True, capture_output=True)
+    cert, _ = self_signed(folder)
     copy = folder / f"{cert.stat().st_mtime_ns}.pem"
     copy.write_bytes(cert.read_bytes())
     return copy
