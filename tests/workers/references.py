@@ -1,4 +1,4 @@
-"""Random prompts, and the tokens that transformers computes behind them."""
+"""Random prompts, and the greedy tokens that transformers or a model of ours computes behind them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -6,6 +6,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+
+from workers.engine.batch import Batch, Chunk
+from workers.engine.kvcache.device_kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
 
 Reference = Callable[[Sequence[int], int], list[int]]
 _known: WeakKeyDictionary[transformers.PreTrainedModel, dict[tuple[int, ...], list[int]]] = (
@@ -41,3 +45,30 @@ def generated_tokens(
         )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
+
+
+def greedy_in_batch(
+    model: DecoderModel,
+    kv: DeviceKVCache,
+    tables: Sequence[list[int]],
+    prompts: Sequence[list[int]],
+    num_new: int,
+    chunk_size: int,
+) -> list[list[int]]:
+    """Return each prompt with its `num_new` greedy tokens.
+
+    All are in one running batch: prefill chunks of some beside decode steps of others. `tables` have the
+    pages of each.
+    """
+    sequences = [list(prompt) for prompt in prompts]
+    num_cached = [0] * len(prompts)
+    while running := [s for s, prompt in enumerate(prompts) if len(sequences[s]) < len(prompt) + num_new]:
+        chunks = [
+            Chunk(sequences[s][num_cached[s] :][:chunk_size], num_cached[s], tables[s]) for s in running
+        ]
+        tokens = model.forward(Batch.build(chunks, kv), kv).argmax(-1).tolist()
+        for s, chunk, token in zip(running, chunks, tokens, strict=True):
+            num_cached[s] += len(chunk.token_ids)
+            if num_cached[s] == len(sequences[s]):
+                sequences[s].append(token)
+    return sequences

@@ -11,6 +11,7 @@ import torch
 
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.triton_device import DEVICE
+from tests.workers.references import greedy_in_batch
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -60,24 +61,10 @@ def interleaved_tables(kv: DeviceKVCache, texts: Sequence[Sequence[int]]) -> lis
 
 
 def greedy(model: DecoderModel, texts: list[list[int]], page_size: int, chunk_size: int) -> list[list[int]]:
-    """All texts in one running batch: prefill chunks of some beside decode steps of others."""
-    spec = model.spec
-    kv = DeviceKVCache(spec, model.layers, 80, page_size, torch.float32, DEVICE)
-    tables = interleaved_tables(kv, texts)
-    sequences = [text[:length] for text, length in zip(texts, PROMPT_LENS, strict=True)]
-    num_cached = [0] * len(texts)
-    while True:
-        running = [s for s, text in enumerate(texts) if len(sequences[s]) < len(text)]
-        if not running:
-            return sequences
-        chunks = [
-            Chunk(sequences[s][num_cached[s] :][:chunk_size], num_cached[s], tables[s]) for s in running
-        ]
-        tokens = model.forward(Batch.build(chunks, kv), kv).argmax(-1).tolist()
-        for s, chunk, token in zip(running, chunks, tokens, strict=True):
-            num_cached[s] += len(chunk.token_ids)
-            if num_cached[s] == len(sequences[s]):
-                sequences[s].append(token)
+    """The prompts of all texts, with the tokens that the model draws behind them."""
+    kv = DeviceKVCache(model.spec, model.layers, 80, page_size, torch.float32, DEVICE)
+    prompts = [text[:length] for text, length in zip(texts, PROMPT_LENS, strict=True)]
+    return greedy_in_batch(model, kv, interleaved_tables(kv, texts), prompts, NUM_NEW, chunk_size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,7 @@ import transformers
 from kernels.cpu.library import ENV, Isa
 from tests.kernels.cpu.isas import SUPPORTED, on_every_isa
 from tests.tiny_models import random_model
+from tests.workers.references import greedy_in_batch
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -106,20 +107,10 @@ def test_greedy_tokens_equal_transformers(
     model = load(family)
     assert (model.computed_by, model.fallback_reason) == (isa.value, "")
     texts = greedy_by_transformers(family)
-    sequences = [text[:length] for text, length in zip(texts, PROMPT_LENS, strict=True)]
+    prompts = [text[:length] for text, length in zip(texts, PROMPT_LENS, strict=True)]
     kv = DeviceKVCache(model.spec, model.layers, 80, 8, torch.float32)
     tables = [kv.pages.allocate(-(-len(text) // 8)) for text in texts]
-    num_cached = [0] * len(texts)
-    while running := [i for i, text in enumerate(texts) if len(sequences[i]) < len(text)]:
-        chunks = [
-            Chunk(sequences[i][num_cached[i] :][:chunk_size], num_cached[i], tables[i]) for i in running
-        ]
-        tokens = model.forward(Batch.build(chunks, kv), kv).argmax(-1).tolist()
-        for i, chunk, token in zip(running, chunks, tokens, strict=True):
-            num_cached[i] += len(chunk.token_ids)
-            if num_cached[i] == len(sequences[i]):
-                sequences[i].append(token)
-    assert sequences == texts
+    assert greedy_in_batch(model, kv, tables, prompts, NUM_NEW, chunk_size) == texts
 
 
 @on_every_isa
