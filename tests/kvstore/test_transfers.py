@@ -54,9 +54,9 @@ class Pair:
         await self.prefill.send(source.reservation_id, grant, "request 1")
         return source, to, grant
 
-    async def assert_works(self) -> None:
+    async def assert_works(self, first_token: int = 90_000) -> None:
         """A whole transfer succeeds, whatever happened before."""
-        keys = prompt_keys(2, first_token=90_000)
+        keys = prompt_keys(2, first_token)
         source, to, _ = await self.begin(keys, 1)
         await write_layers(self.prefill, source, [*keys, None], ALL_LAYERS)
         await self.prefill.wait_sent(source.reservation_id)
@@ -382,18 +382,8 @@ async def test_many_transfers_leave_no_descriptor_and_no_page_behind(
         def are_as_few(_: PoolStats) -> bool:  # for a moment a messenger may have one more
             return all(open_descriptors(pid) <= few for pid, few in zip(pids, before, strict=True))
 
-        async def one(number: int) -> None:
-            keys = prompt_keys(2, first_token=1000 * number)
-            source, to, _ = await nodes.begin(keys, 1)
-            await write_layers(nodes.prefill, source, [*keys, None], ALL_LAYERS)
-            await nodes.prefill.wait_sent(source.reservation_id)
-            await nodes.decode.wait_arrived(to.reservation_id)
-            assert_holds(nodes.decode, to, [*keys, None])
-            await nodes.prefill.release(source.reservation_id)
-            await nodes.decode.release(to.reservation_id)
-
         for first in range(0, 20, 4):
-            await asyncio.gather(*(one(number) for number in range(first, first + 4)))
+            await asyncio.gather(*(nodes.assert_works(1000 * number) for number in range(first, first + 4)))
         for client in (nodes.prefill, nodes.decode):
             assert (await until(client, unused)).tiers[Tier.DRAM].num_evictions > 0
         await until(nodes.prefill, are_as_few)

@@ -1,6 +1,7 @@
 """Who copies to which granted pages of a shared segment, and when they are quiet."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -22,6 +23,20 @@ from tests.messenger.fabric import LARGE, until
 GRANT = 1 << 60
 PAGE_BYTES = LARGE.block_bytes
 NUM_PAGES = 3
+
+
+@contextlib.contextmanager
+def parked_thread() -> Iterator[int]:
+    """The id of a thread that does nothing. It is no process, so it cannot be watched."""
+    has_ended = threading.Event()
+    thread = threading.Thread(target=has_ended.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        yield thread.native_id
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 class Segment:
@@ -272,15 +287,8 @@ def test_a_copy_of_an_earlier_life_is_over_when_its_slot_says_so() -> None:
         await until(quiet.is_set)
 
     asyncio.run(test(os.getpid()))
-    has_ended = threading.Event()
-    thread = threading.Thread(target=has_ended.wait)
-    thread.start()
-    try:
-        assert thread.native_id is not None
-        asyncio.run(test(thread.native_id))
-    finally:
-        has_ended.set()
-        thread.join()
+    with parked_thread() as thread_id:
+        asyncio.run(test(thread_id))
 
 
 async def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess.Popen[bytes]) -> None:
@@ -308,31 +316,17 @@ def test_a_former_process_that_cannot_be_watched_costs_its_slot_alone() -> None:
         assert slot not in slots
         assert copy_table.take_slot(os.getpid()) is None
 
-    has_ended = threading.Event()
-    thread = threading.Thread(target=has_ended.wait)
-    thread.start()
-    try:
-        assert thread.native_id is not None
-        asyncio.run(test(thread.native_id))
-    finally:
-        has_ended.set()
-        thread.join()
+    with parked_thread() as thread_id:
+        asyncio.run(test(thread_id))
 
 
 def test_a_process_that_cannot_be_watched_has_no_slot_and_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    has_ended = threading.Event()
-    thread = threading.Thread(target=has_ended.wait)
-    thread.start()
-    try:
-        assert thread.native_id is not None
+    with parked_thread() as thread_id:
         copy_table = Segment().copy_table()
-        assert [copy_table.take_slot(thread.native_id) for _ in range(3)] == [None] * 3
+        assert [copy_table.take_slot(thread_id) for _ in range(3)] == [None] * 3
         assert caplog.text.count("cannot be watched") == 1
-    finally:
-        has_ended.set()
-        thread.join()
 
 
 async def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
