@@ -57,7 +57,6 @@ class _Socket(Generic[Incoming]):
         self._socket = socket
         self._socket.set_hwm(QUEUE_LEN)
         self._decode = msgspec.msgpack.Decoder(incoming).decode
-        self.num_malformed = 0
         self._num_in_a_row = 0
         self._arrival: asyncio.Future[None] | None = None
         """The future for which the receiving task waits, done when a message arrives; None before the first
@@ -121,7 +120,6 @@ class _Socket(Generic[Incoming]):
         try:
             message: Incoming = self._decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self.num_malformed += 1
             reason = str(error)[:LOGGED_CHARS]  # it may quote the message
             log.warning("dropped a malformed message of %d bytes from %r: %s", len(payload), sender, reason)
             return None
@@ -165,8 +163,8 @@ class Router(_Socket[Incoming]):
         """Return the next well-formed message and its sender's identity."""
         while True:
             sender, *frames = await self._frames()
-            if sum(map(len, frames)) > LARGEST_MESSAGE_BYTES:
-                self.num_malformed += 1
+            if (num_bytes := sum(map(len, frames))) > LARGEST_MESSAGE_BYTES:
+                log.warning("dropped a message of %d bytes from %r: too long", num_bytes, sender)
                 continue
             message = self._parse(sender, frames[0] if len(frames) == 1 else b"".join(frames))
             if message is not None:
