@@ -83,7 +83,6 @@ class Slab:
         self.table = table
         self.num_slots = header.num_pages
         self.slot_bytes = header.page_stride
-        self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         self.header = header
         self._records = threading.Lock()
         """Lock of the records, as one thread may clear a record while another writes one."""

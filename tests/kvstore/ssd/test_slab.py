@@ -140,7 +140,6 @@ def test_file_system_without_direct_io_is_served_through_the_page_cache(
 ) -> None:
     refuse(monkeypatch)
     with contextlib.closing(open_slab(tmp_path)) as opened:
-        assert not opened.is_direct
         store(opened, 5, number=1)
         assert load(opened, 5) == block_of(key_of(1))
     assert [record.message for record in caplog.records if "O_DIRECT" in record.message] == [
@@ -167,7 +166,6 @@ def test_blocks_do_not_enter_the_page_cache(tmp_path: Path, caplog: pytest.LogCa
     if not has_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     with contextlib.closing(open_slab(tmp_path)) as opened:
-        assert opened.is_direct
         assert caplog.records == []
         for slot in range(opened.num_slots):
             opened.write(slot, block_of(key_of(slot)))
