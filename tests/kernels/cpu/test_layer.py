@@ -46,6 +46,31 @@ def batch(library: Library) -> tuple[PagedAttention, Slots]:
     return attention, Slots(angles.cos(), angles.sin(), torch.from_numpy(table)[token // 8], token % 8)
 
 
+def attended(
+    library: Library,
+    w: PackedLayerWeights,
+    hidden: torch.Tensor,
+    kv_layer: torch.Tensor,
+    attention: PagedAttention,
+    slots: Slots,
+    *residual: torch.Tensor,
+) -> torch.Tensor:
+    """The first half of a layer, by its parts."""
+    each = Elementwise(library, hidden.dtype)
+    assert w.head_norms is not None
+    qkv = w.qkv(each.rms_norm(hidden, w.input_norm, w.eps)).view(NUM_TOKENS, 8, 64)
+    each.rotate_and_write(qkv, kv_layer, slots, replace(w.head_norms, eps=w.eps))
+    return w.o(attention(qkv[:, :4], kv_layer).view(NUM_TOKENS, -1), *residual)
+
+
+def transformed(
+    library: Library, w: PackedLayerWeights, hidden: torch.Tensor, *residual: torch.Tensor
+) -> torch.Tensor:
+    """The second half of a layer, by its parts."""
+    each = Elementwise(library, hidden.dtype)
+    return w.down(w.gated(each.rms_norm(hidden, w.post_norm, w.eps)), *residual)
+
+
 @on_every_isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_has_the_bits_of_its_parts(isa: Isa, dtype: torch.dtype) -> None:
@@ -57,13 +82,8 @@ def test_has_the_bits_of_its_parts(isa: Isa, dtype: torch.dtype) -> None:
     workspace = torch.full((NUM_TOKENS * layer.workspace_elements,), float("nan"), dtype=dtype)
     result = layer(hidden, kv_layer, attention, slots, workspace)
 
-    each = Elementwise(library, dtype)
-    assert w.head_norms is not None
-    qkv = w.qkv(each.rms_norm(hidden, w.input_norm, w.eps)).view(NUM_TOKENS, 8, 64)
-    each.rotate_and_write(qkv, kv_expected, slots, replace(w.head_norms, eps=w.eps))
-    middle = w.o(attention(qkv[:, :4], kv_expected).view(NUM_TOKENS, -1), hidden)
-    expected = w.down(w.gated(each.rms_norm(middle, w.post_norm, w.eps)), middle)
-    assert torch.equal(result, expected)
+    middle = attended(library, w, hidden, kv_expected, attention, slots, hidden)
+    assert torch.equal(result, transformed(library, w, middle, middle))
     assert torch.equal(kv_layer, kv_expected)
 
 
@@ -77,16 +97,11 @@ def test_a_half_has_the_bits_of_its_parts_without_the_residual(isa: Isa, dtype: 
     kv_layer, kv_expected = torch.zeros(2, *KV_SHAPE, dtype=dtype)
     workspace = torch.full((NUM_TOKENS * layer.workspace_elements,), float("nan"), dtype=dtype)
 
-    each = Elementwise(library, dtype)
-    assert w.head_norms is not None
-    qkv = w.qkv(each.rms_norm(hidden, w.input_norm, w.eps)).view(NUM_TOKENS, 8, 64)
-    each.rotate_and_write(qkv, kv_expected, slots, replace(w.head_norms, eps=w.eps))
-    attended = w.o(attention(qkv[:, :4], kv_expected).view(NUM_TOKENS, -1))
-    assert torch.equal(layer.attention_half(hidden, kv_layer, attention, slots, workspace), attended)
+    expected = attended(library, w, hidden, kv_expected, attention, slots)
+    assert torch.equal(layer.attention_half(hidden, kv_layer, attention, slots, workspace), expected)
     assert torch.equal(kv_layer, kv_expected)
     workspace.fill_(float("nan"))
-    transformed = w.down(w.gated(each.rms_norm(hidden, w.post_norm, w.eps)))
-    assert torch.equal(layer.mlp_half(hidden, workspace), transformed)
+    assert torch.equal(layer.mlp_half(hidden, workspace), transformed(library, w, hidden))
 
 
 def test_the_owner_of_a_pass_is_told_of_each_layer() -> None:
