@@ -62,6 +62,7 @@ class Front:
         stop = threading.Event()
 
         def ask() -> None:
+            times.append(self.answer_s())
             while not stop.wait(0.01):
                 times.append(self.answer_s())
 
