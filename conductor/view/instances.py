@@ -61,8 +61,11 @@ class Instance:
     emptying: Emptying | None = None
     """The progress of draining or switching; None exactly while `state` is SERVING."""
     requests: dict[str, int] = field(default_factory=dict)
-    """By id, the prompt length in tokens of each request that the instance has, as prefill instance, decode
-    instance or destination of a migration."""
+    """The prompt length in tokens of each request that the instance has, by the request's id.
+
+    The instance has a request as its prefill instance, its decode instance, or the destination of its
+    migration.
+    """
     modules_order: PlaceModules | None = None
     """The latest order that moves the instance's modules, until a heartbeat reports the result."""
     modules_ordered_s: float = 0.0
