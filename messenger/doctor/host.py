@@ -13,6 +13,7 @@ from messenger.doctor.findings import Finding, Level, as_size
 from messenger.doctor.machine import Machine
 from mooncake.config.settings import Config
 from mooncake.errors import ConfigError
+from mooncake.node.memory import group_bytes, machine_bytes
 from mooncake.security.keys import ClusterKey
 
 OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
@@ -84,8 +85,8 @@ def memory(machine: Machine, config: Config) -> Iterator[Finding]:
     if any(process.name == MESSENGER_MODULE for process in machine.processes()):
         yield Finding(Level.OK, "memory", f"{found}; pools are running here and have theirs")
         return
-    room = {"of memory are available": _available_bytes(machine)}
-    room["are left in this control group"] = _group_bytes(machine)
+    room = {"of memory are available": machine_bytes(machine.root)}
+    room["are left in this control group"] = group_bytes(machine.root)
     segment_dir = config.kvcache.segment_dir
     if segment_dir is not None:
         room[f"are free in {segment_dir}"] = machine.free_bytes(segment_dir)
@@ -166,38 +167,3 @@ def cluster_key(path: Path | None, load: Callable[[Path], ClusterKey], config: C
         else:
             found = f"{path} is private; its id, {key.key_id}, must be the same on all nodes"
             yield Finding(Level.OK, title, found)
-
-
-def _available_bytes(machine: Machine) -> int | None:
-    line = re.search(r"^MemAvailable:\s*(\d+) kB", machine.read("proc/meminfo") or "", re.MULTILINE)
-    return int(line[1]) * 1024 if line is not None else None
-
-
-def _group_bytes(machine: Machine) -> int | None:
-    """Return the bytes of memory left in the tightest control group of this process.
-
-    Returns None without a limit.
-    """
-    rooms = []
-    for line in (machine.read("proc/self/cgroup") or "").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, limit_file, usage_file = "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit_file, usage_file = (
-                "sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-        else:
-            continue
-        groups = [path.strip("/"), *(str(parent) for parent in Path(path.strip("/")).parents)]
-        for group in groups:
-            limit, usage = (machine.read(f"{base}/{group}/{name}") or "" for name in (limit_file, usage_file))
-            if limit.isdecimal() and usage.isdecimal():
-                statistics = machine.read(f"{base}/{group}/memory.stat") or ""
-                cached = re.findall(r"^(?:active|inactive)_file (\d+)", statistics, re.MULTILINE)
-                rooms.append(
-                    int(limit) - int(usage) + sum(map(int, cached))
-                )  # the kernel frees cached files when needed
-    return max(0, min(rooms)) if rooms else None

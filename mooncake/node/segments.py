@@ -1,10 +1,9 @@
 """The memory of a node's pools: one segment each, allocated at start, all at once.
 
-Owns: available memory, segments and the files that keep them. Does not know: which pools there are
+Owns: segments and the files that keep them. Does not know: which pools there are
 (`mooncake.node.plan`), what a segment holds.
 """
 
-import contextlib
 import fcntl
 import os
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from mooncake.config.sections import KVCacheConfig
 from mooncake.errors import ConfigError
 from mooncake.node.mapping import allocate
+from mooncake.node.memory import available_bytes
 
 GIB = 1 << 30
 SMALLEST_POOL_BYTES = 1 << 16
@@ -41,26 +41,6 @@ def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
             f"kvcache.pool_bytes: {take} {wanted / GIB:.1f} GiB, "
             f"{available / GIB:.1f} GiB of memory are available on this node"
         )
-
-
-def available_bytes() -> int | None:
-    """Return the bytes of memory that this process may still take: the machine's, or the control group's if
-    it has fewer; None if unknown."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit = int((group / "memory.max").read_text())  # "max" when there is none
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text())
-        reclaimable = int(statistics["active_file"]) + int(
-            statistics["inactive_file"]
-        )  # pages of files that were read
-        available = min(available, limit - used + reclaimable)
-    return available
 
 
 def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:

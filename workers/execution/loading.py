@@ -15,9 +15,10 @@ from mooncake.messages.workers import Role
 from mooncake.model.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind, check_unchanged
 from mooncake.model.grammar import Grammars
 from mooncake.model.tokenizer import load_vocabulary
+from mooncake.node.memory import available_bytes
 from mooncake.node.process import Progress, report
 from mooncake.node.process_config import RankConfig, StageConfig, WorkerProcess
-from mooncake.node.segments import GIB, available_bytes
+from mooncake.node.segments import GIB
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.process_group import shard_of

@@ -23,7 +23,7 @@ import msgspec
 from kernels.cpu.mailbox import Wire
 from mooncake.messages.quantities import Count
 from mooncake.node.mapping import allocate
-from mooncake.node.segments import available_bytes
+from mooncake.node.memory import available_bytes
 from workers.engine.kvcache.device_kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.errors import ModulesStayError
