@@ -1,7 +1,7 @@
 """The front's two links: the connection to the Conductor, and the socket to which workers send tokens.
 
-Owns: the heartbeat with the Conductor, the requests in flight. Does not know: HTTP, text, which of the tokens
-that arrive are new (`reception`).
+Owns: the heartbeat with the Conductor, what each side says. Does not know: HTTP, text, what becomes of
+requests whose tokens are missing (`receptions`).
 
 The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in the answer means another Conductor,
 which knows nothing of requests in flight and of context caches: the front reports them (`Resume`,
@@ -19,7 +19,8 @@ from typing import Protocol
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from conductor.front.generation.conductor_errors import error_of
-from conductor.front.generation.reception import Lost, Receive, Reception
+from conductor.front.generation.reception import Lost, Receive
+from conductor.front.generation.receptions import Receptions
 from mooncake.bus.zeromq import PeerGoneError, Router
 from mooncake.endpoints import advertised
 from mooncake.errors import ConfigError, RequestError
@@ -39,9 +40,7 @@ from mooncake.messages.fronts import (
     KeepContext,
     QuotaClaim,
     Rejected,
-    Resume,
     Submit,
-    TokenOutput,
     Tokens,
     Unknown,
 )
@@ -57,11 +56,6 @@ MAX_UNANSWERED = 5
 
 Heartbeats are counted, not seconds: when a front goes on after a stop, many seconds have passed, but answers
 may have arrived that it has not read.
-"""
-MAX_BEATS_FOR_LAST_TOKENS = 3
-"""The number of heartbeats for which the missing tokens of a request are awaited.
-
-They count from the Conductor's report that all tokens were sent, or that it does not know the request.
 """
 _MAX_UNREAD = 64
 """The most messages unread by the Conductor before new requests wait. Reading them takes some 10 ms."""
@@ -142,10 +136,8 @@ class Link:
         self.reply_to = advertised(reply_endpoint, self._replies.endpoint)
         """The endpoint where workers send this front's tokens."""
         self._fingerprint = fingerprint
-        self._block_size = block_size
-        self._absence_timeout_s = absence_timeout_s
-        self._on_dropped, self._kept = on_dropped, kept
-        self._in_flight: dict[str, Reception] = {}
+        self._kept = kept
+        self._in_flight = Receptions(block_size, absence_timeout_s, on_dropped)
         self._must_beat = asyncio.Event()
         self._orders: dict[int, asyncio.Future[OperatorAnswer]] = {}
         self._order_numbers = itertools.count(1)
@@ -212,17 +204,17 @@ class Link:
             raise self._ended
         cluster = self._cluster
         must_wait = num_choices > 1 and cluster is not None and cluster.version >= ACCEPTED_SINCE
-        self._in_flight[request.request_id] = Reception(request, receive, _now(), must_wait)
+        self._in_flight.add(request, receive, _now(), awaits_acceptance=must_wait)
         try:
             await self._conductor.send(Submit(request, claim, num_choices))
         except PeerGoneError as error:
-            del self._in_flight[request.request_id]
+            self._in_flight.remove(request.request_id)
             raise UnavailableError(f"the conductor does not answer: {error}") from None
         return must_wait
 
     async def cancel(self, request_id: str) -> None:
         """Forget a request, and tell the Conductor unless the request has ended by itself."""
-        if (reception := self._in_flight.pop(request_id, None)) is not None:
+        if (reception := self._in_flight.remove(request_id)) is not None:
             # Without a Conductor there is nobody to tell; it forgets the request when it restarts.
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(Cancel(request_id, len(reception.token_ids)))
@@ -260,9 +252,10 @@ class Link:
 
     async def _lose(self, request_id: str, error: RequestError) -> None:
         """End a request with an error; its further tokens are dropped."""
-        reception = self._in_flight[request_id]
+        reception = self._in_flight.get(request_id)
         await self.cancel(request_id)
-        reception.receive(Lost(request_id, error))
+        if reception is not None:
+            reception.receive(Lost(request_id, error))
 
     async def _beat(self) -> None:
         while True:
@@ -274,11 +267,10 @@ class Link:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._must_beat.wait(), HEARTBEAT_S)
                 continue  # to another Conductor, at once
-            self._go_on_without_acceptance()
-            await self._ask_for_lost_tokens()
-            self._fail_what_lost_its_end()
+            for asked_for in self._in_flight.beat():
+                await self._say(asked_for)
             if self.cluster is None:
-                self._fail_what_has_waited_too_long()
+                self._in_flight.conductor_is_gone(_now())
 
     async def _follow(self) -> None:
         while True:
@@ -290,47 +282,6 @@ class Link:
         epoch, num_instances = (0, 0) if state is None else (state.epoch, state.num_instances)
         return FrontHello(SPOKEN.oldest, self._fingerprint, epoch, num_instances, SPOKEN.newest)
 
-    def _fail_what_has_waited_too_long(self) -> None:
-        oldest_s = _now() - self._absence_timeout_s
-        for request_id, reception in list(self._in_flight.items()):
-            if reception.last_s < oldest_s:
-                message = "the conductor is gone and no tokens arrive"
-                self._end(request_id, UnavailableError(message))
-
-    def _go_on_without_acceptance(self) -> None:
-        """Let answers submit their further choices if an `Accepted` seems to be lost.
-
-        At the first heartbeat after a submission, it may still be in flight.
-        """
-        for request_id, reception in list(self._in_flight.items()):
-            if reception.awaits_acceptance:
-                reception.num_unaccepted_beats += 1
-                if reception.num_unaccepted_beats > 1:
-                    self._accept(request_id, reception)
-
-    def _accept(self, request_id: str, reception: Reception) -> None:
-        """Let an answer submit its further choices. Does nothing if they are not held back."""
-        if reception.awaits_acceptance:
-            reception.awaits_acceptance = False
-            reception.receive(Accepted(request_id))
-
-    async def _ask_for_lost_tokens(self) -> None:
-        for reception in list(self._in_flight.values()):
-            if reception.beat():
-                await self._say(Continue(self._continued(reception), reception.attempt[1]))
-
-    def _fail_what_lost_its_end(self) -> None:
-        for request_id, reception in list(self._in_flight.items()):
-            if reception.num_sent is not None or reception.is_unknown:
-                reception.is_unknown = False
-                self._wait_for_less(request_id, reception)
-
-    def _wait_for_less(self, request_id: str, reception: Reception) -> None:
-        """Count a heartbeat at which a request's tokens are still missing; end the request after too many."""
-        reception.num_silent_beats += 1
-        if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
-            self._end(request_id, reception.what_is_missing)
-
     async def _receive_from_conductor(self) -> None:
         while True:
             match await self._conductor.recv():
@@ -339,10 +290,9 @@ class Link:
                 case RegisterRefused(message):
                     raise ConfigError(f"the conductor refused this front: {message}")
                 case Accepted(request_id):
-                    if (reception := self._in_flight.get(request_id)) is not None:
-                        self._accept(request_id, reception)
+                    self._in_flight.accepted(request_id)
                 case Rejected() | Failed() as ended:
-                    self._end(ended.request_id, error_of(ended))
+                    self._in_flight.end(ended.request_id, error_of(ended))
                 case Ordered() | InstanceList() | Migrates() as answer:
                     waiting = self._orders.get(answer.order)
                     if waiting is not None and not waiting.done():
@@ -350,28 +300,17 @@ class Link:
                 case Interrupted(request_id):
                     await self._continue(request_id)
                 case Ended(request_id, num_output_tokens):
-                    if (reception := self._in_flight.get(request_id)) is not None:
-                        reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
-                        reception.num_silent_beats = 0
+                    self._in_flight.all_sent(request_id, num_output_tokens)
                 case Unknown(request_ids):
-                    for request_id in request_ids:
-                        # After a break it answers several heartbeats at once, and tokens are on their way.
-                        if (reception := self._in_flight.get(request_id)) is not None:
-                            reception.is_unknown = True
+                    self._in_flight.unknown(request_ids)
 
     async def _continue(self, request_id: str) -> None:
         """Resubmit an interrupted request with its output so far, or cancel it if it is no longer in flight.
 
         A request is interrupted when its instance is lost, its attempt fails, or another Conductor leads.
         """
-        reception = self._in_flight.get(request_id)
-        if reception is None:  # it ended in the meantime
-            await self._say(Cancel(request_id))
-        else:
-            await self._say(Continue(self._continued(reception)))
-
-    def _continued(self, reception: Reception) -> Request:
-        return reception.request.continued(reception.token_ids, self._block_size)
+        continued = self._in_flight.continued(request_id)
+        await self._say(Cancel(request_id) if continued is None else Continue(continued))
 
     async def _say(self, message: Cancel | Continue) -> None:
         """Send the Conductor a message that may be lost: this front repeats it, or the Conductor asks for it
@@ -406,12 +345,9 @@ class Link:
     async def _resume_all(self) -> None:
         """Report all requests in flight to another Conductor. Raises PeerGoneError."""
         for request_id in list(self._in_flight):
-            reception = self._in_flight.get(request_id)
-            if reception is not None:
-                reception.num_sent, reception.num_silent_beats = None, 0
-                waited_s = _now() - reception.submitted_s
-                await self._conductor.send(Resume(self._continued(reception), waited_s))
-                self._accept(request_id, reception)
+            if (resume := self._in_flight.resume(request_id, _now())) is not None:
+                await self._conductor.send(resume)
+                self._in_flight.accepted(request_id)
                 await asyncio.sleep(0)  # streams go on meanwhile
 
     async def _receive_tokens(self) -> None:
@@ -425,32 +361,9 @@ class Link:
             now_s = _now()
             for output in message.outputs:
                 try:
-                    self._deliver(output, now_s)
+                    self._in_flight.deliver(output, now_s)
                 except GenerationFailedError as error:
                     await self._lose(output.ref.request_id, error)
-
-    def _deliver(self, output: TokenOutput, now_s: float) -> None:
-        """Pass new tokens to their request. Raises GenerationFailedError as `Reception.accept` does."""
-        request_id = output.ref.request_id
-        reception = self._in_flight.get(request_id)
-        if reception is None:
-            self._on_dropped()
-            return
-        received = reception.accept(output)
-        if received is None:
-            self._on_dropped()
-            return
-        self._accept(request_id, reception)  # tokens may overtake the Conductor's message
-        reception.last_s, reception.num_silent_beats = now_s, 0
-        for event in received:
-            if event.finish_reason is not None:
-                del self._in_flight[request_id]
-            reception.receive(event)
-
-    def _end(self, request_id: str, error: RequestError) -> None:
-        reception = self._in_flight.pop(request_id, None)
-        if reception is not None:  # else the client has gone in the meantime
-            reception.receive(Lost(request_id, error))
 
 
 def _now() -> float:

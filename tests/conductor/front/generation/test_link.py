@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from conductor.front.generation import link as link_module
+from conductor.front.generation import receptions
 from conductor.front.generation.link import Link
 from conductor.front.generation.reception import Event, Lost, Received, Reception
 from mooncake.bus.in_process import Inbox, InProcessLink
@@ -241,7 +242,7 @@ async def test_tokens_that_do_not_come_are_asked_for(tmp_path: Path) -> None:
 async def test_an_end_that_comes_before_other_tokens_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
+    monkeypatch.setattr(receptions, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
     async with in_flight(tmp_path) as (link, cluster, request, inbox):
         await cluster.to_front(Ended("r", 4))
         cluster.state = ClusterState(1, 2, 1, 10)
@@ -290,10 +291,10 @@ async def test_heartbeats_that_were_answered_late_and_at_once_do_a_request_no_ha
         inbox = Inbox[Event]()
         await until(lambda: link.cluster is not None)
         await link.submit(request := request_to(link), inbox.put_nowait)
-        for _ in range(2 * link_module.MAX_BEATS_FOR_LAST_TOKENS):
+        for _ in range(2 * receptions.MAX_BEATS_FOR_LAST_TOKENS):
             await cluster.to_front(Unknown(["r"]))
         num_hellos = cluster.num_hellos
-        await until(lambda: cluster.num_hellos >= num_hellos + 3 * link_module.MAX_BEATS_FOR_LAST_TOKENS)
+        await until(lambda: cluster.num_hellos >= num_hellos + 3 * receptions.MAX_BEATS_FOR_LAST_TOKENS)
         await cluster.send_tokens(request, [1], 0, FinishReason.STOP)
         assert isinstance(await inbox.get(), Received)
 
@@ -302,7 +303,7 @@ async def test_heartbeats_that_were_answered_late_and_at_once_do_a_request_no_ha
 async def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
+    monkeypatch.setattr(receptions, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
     async with in_flight(tmp_path) as (link, cluster, request, inbox):
         await cluster.to_front(Ended("r", 1))
         cluster.state = ClusterState(1, 2, 1, 10)
@@ -322,11 +323,11 @@ async def test_another_conductor_takes_over_what_is_in_flight(tmp_path: Path) ->
         # What the one before said of it holds no more: that all tokens were sent, that it is not known.
         await cluster.to_front(Ended("r", 9))
         cluster.state = ClusterState(2, 1, 1, 10)
-        for _ in range(2 * link_module.MAX_BEATS_FOR_LAST_TOKENS):
+        for _ in range(2 * receptions.MAX_BEATS_FOR_LAST_TOKENS):
             await cluster.to_front(Unknown(["r"]))
         await until(lambda: len(cluster.resumed) == 1)
         num_hellos = cluster.num_hellos
-        await until(lambda: cluster.num_hellos >= num_hellos + 2 * link_module.MAX_BEATS_FOR_LAST_TOKENS)
+        await until(lambda: cluster.num_hellos >= num_hellos + 2 * receptions.MAX_BEATS_FOR_LAST_TOKENS)
         [resumed] = cluster.resumed  # once, though each heartbeat is answered with the new epoch
         assert (resumed.num_prompt_tokens, resumed.output) == (2, [3, 4])
         assert resumed.reply_to == link.reply_to
@@ -446,7 +447,7 @@ async def test_an_answer_goes_on_if_its_tokens_overtake_its_acceptance(tmp_path:
 async def test_an_answer_goes_on_under_another_conductor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Link, "_go_on_without_acceptance", lambda link: None)
+    monkeypatch.setattr(receptions, "MAX_UNACCEPTED_BEATS", 10_000)
     async with first_of_three(tmp_path) as (_, cluster, inbox):
         cluster.state = ClusterState(2, 1, 1, 10)
         assert await inbox.get() == Accepted("r")
