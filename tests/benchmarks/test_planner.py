@@ -41,12 +41,12 @@ SIZES = {
 TBT_SLO_S = {"long prompts": 0.04, "long answers": 0.02, "shared prefixes": 0.04}
 
 
-NUM_SEEDS = 2
+NUM_DEVICES, NUM_REQUESTS, NUM_SEEDS = 4, 200, 2
 
 
 def at_rate(load: SyntheticLoad, rate_per_s: float, nth_seed: int = 0) -> list[TraceRequest]:
     at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)
-    return list(islice(synthesize(at_rate, nth_seed), 200))
+    return list(islice(synthesize(at_rate, nth_seed), NUM_REQUESTS))
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def plan_of(name: str, weights: Weights | None = None) -> Plan:
     load = WORKLOADS[name]
     base = msgspec.structs.replace(BASE, tbt_slo_s=TBT_SLO_S[name])
     goodputs = Goodputs(partial(at_rate, load), ATTAINMENT, num_seeds=NUM_SEEDS)
-    return Search(goodputs, base, 4, [1], SIZES[name], weights).run()
+    return Search(goodputs, base, NUM_DEVICES, [1], SIZES[name], weights).run()
 
 
 def effective_share(setup: Setup, load: SyntheticLoad, rate_per_s: float) -> float:
@@ -63,7 +63,9 @@ def effective_share(setup: Setup, load: SyntheticLoad, rate_per_s: float) -> flo
     return fmean(simulate(setup, requests)[0].summary.effective_share for requests in loads)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "name", ["long prompts", "long answers", pytest.param("shared prefixes", marks=pytest.mark.soak)]
+)
 def test_no_neighbour_serves_more_than_what_is_advised(name: str) -> None:
     load, advised = WORKLOADS[name], plan_of(name).disaggregated
     assert advised is not None
@@ -101,7 +103,14 @@ def test_prefill_gets_the_devices_where_prompts_are_long() -> None:
     assert prefills[0] > prefills[1]
 
 
-@pytest.mark.parametrize("weights", [Weights(0.0, 1.0, 0.0), Weights(1.0, 0.0, 0.0), Weights(0.0, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        Weights(0.0, 1.0, 0.0),
+        pytest.param(Weights(1.0, 0.0, 0.0), marks=pytest.mark.soak),
+        pytest.param(Weights(0.0, 0.0, 1.0), marks=pytest.mark.soak),
+    ],
+)
 def test_with_weights_no_cluster_has_a_larger_objective_than_what_is_advised(weights: Weights) -> None:
     plan = plan_of("long prompts", weights)
     advised = plan.disaggregated
