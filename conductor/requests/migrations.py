@@ -90,7 +90,7 @@ class Migrations:
             return "it may have ended an instance, and is computed alone"
         if self._requests.num_migrations(tracked.placed.placement.decode) >= self._limits.max_migrations:
             return f"{tracked.decode} has {self._limits.max_migrations} migrations, the limit"
-        return ""
+        return _why_not_at(tracked.placed.placement.decode)
 
     def _why_not_there(self, tracked: TrackedRequest, destination: Instance) -> str:
         name = destination.name
@@ -104,7 +104,7 @@ class Migrations:
             return f"the KVCache of {name} cannot hold it"
         if self._requests.num_migrations(destination) >= self._limits.max_migrations:
             return f"{name} has {self._limits.max_migrations} migrations, the limit"
-        return ""
+        return _why_not_at(destination)
 
     def _next_tbt_s(self, instance: Instance, tracked: TrackedRequest) -> float:
         view, slot = self._view, self._view.slot_of(instance.name)
@@ -309,3 +309,10 @@ class Migrations:
         if tracked.migration.step is MigrationStep.HANDING_OVER:
             return self._requests.strand(tracked, outcome)
         return self._requests.end_migration(tracked, outcome)
+
+
+def _why_not_at(instance: Instance) -> str:
+    """Return why no request can move from or to an instance; empty if requests can."""
+    if instance.registration.can_migrate:
+        return ""
+    return f"requests of {instance.name} do not move: {instance.registration.engine} decodes them"

@@ -104,6 +104,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """The newest version that the worker speaks; None: the oldest one."""
     least_chunk_tokens: Count = 0
     """The fewest prompt tokens of an iteration with other requests; 0: as few as their TBT SLOs demand."""
+    can_migrate: bool = True
+    """Whether requests that are being decoded can move from this instance to another one, and the reverse."""
 
     @property
     def versions(self) -> Versions:

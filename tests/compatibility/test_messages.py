@@ -25,6 +25,7 @@ NEW = {
     "Connected.version": "An older client speaks one version.",
     "Register.modules": "An older Conductor orders no moves, and refuses nothing that depends on them.",
     "Register.least_chunk_tokens": "An older Conductor inlines prompts as it did before.",
+    "Register.can_migrate": "An older Conductor interrupts the answer, which goes on elsewhere, as before.",
     "Heartbeat.moves": "An older Conductor has no metrics of moves.",
     "Heartbeat.modules": "An older Conductor takes the number of pages that was registered.",
     "PlaceModules": "It is sent only to workers whose `Register.modules` says that modules can move.",

@@ -9,7 +9,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
             [max_running=N] [max_waiting=N] [classes=NAME:TTFT:TBT,...] [replicate=USES] [max_migrations=N]
             [peer_timeout=S]
     at T                       it is T now
-    join INSTANCE [pages=N] [can_decode=no]    again INSTANCE    gone INSTANCE    tick
+    join INSTANCE [pages=N] [can_decode=no] [can_migrate=no]    again INSTANCE    gone INSTANCE    tick
     drain INSTANCE [wanted=no] [force=yes] [stay=yes]    somebody asks for it, or for the opposite
     role INSTANCE prefill|decode|both [force=yes]    somebody asks for another role
     retire INSTANCE                            it wants to end itself
@@ -202,7 +202,12 @@ class Transcript:
         return []
 
     def _do_join(
-        self, name: str, pages: str | None = None, max_batch: str | None = None, can_decode: str = "yes"
+        self,
+        name: str,
+        pages: str | None = None,
+        max_batch: str | None = None,
+        can_decode: str = "yes",
+        can_migrate: str = "yes",
     ) -> list[str]:
         layout = KVLayout(1, 1, 8, self._block_size, "float32")
         self._incarnation += 1
@@ -219,6 +224,7 @@ class Transcript:
             Capacity(num_pages, num_pages, self._max_batch if max_batch is None else int(max_batch)),
             "cpu",
             can_decode=can_decode == "yes",
+            can_migrate=can_migrate == "yes",
         )
         return self._tell(name, register)
 

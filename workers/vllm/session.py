@@ -152,6 +152,7 @@ class VllmSession:
             device=processor_name(CPUINFO),
             newest_version=SPOKEN.newest,
             least_chunk_tokens=CHUNK_TOKENS,
+            can_migrate=False,
             modules=ModulesSupport(why_not=f"{_ENGINE} computes this model"),
         )
 
