@@ -66,7 +66,8 @@ class PrefillPlan:
 class DecodePlan:
     """The plan of single-token queries at `rows` (int64 `[B]`, ascending), padded to equal numbers of keys.
 
-    `mask` is `[B, 1, 1, num_keys]`, added to the scores.
+    `page_rows` are int64 indices as `_page_rows` returns them. `mask` is `[B, 1, 1, num_keys]`, added to the
+    scores.
     """
 
     rows: torch.Tensor
@@ -258,9 +259,10 @@ def _additive_mask(is_hidden: torch.Tensor, geometry: PageGeometry) -> torch.Ten
 
 
 def _similar_lengths(singles: Sequence[_Single]) -> list[list[_Single]]:
-    """Divide decode queries into groups: in a group, padding at most doubles the keys that are read.
+    """Divide decode queries into groups with similar numbers of keys.
 
-    Short sequences stay together, as one more call costs more than their padding.
+    Padding at most doubles the keys that are read for a query. Queries with up to `_MIN_SPLIT_KEYS` keys stay
+    together all the same, as one more call costs more than their padding.
     """
     groups: list[list[_Single]] = []
     for single in sorted(singles, key=lambda s: -s.end):

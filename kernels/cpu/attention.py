@@ -23,8 +23,10 @@ from kernels.cpu.library import DTYPES, Library
 HEAD_DIMS = (64, 96, 128)
 _UNLIMITED_WINDOW = 2**30
 _MOST_POSITIONS = 2**24
-"""The most positions of a sequence. Positions are compared as float32, which counts exactly up to this
-number."""
+"""The most positions of a sequence.
+
+Positions are compared as float32, which counts exactly up to this number.
+"""
 
 
 class _Batch(ctypes.Structure):

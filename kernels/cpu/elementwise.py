@@ -48,9 +48,11 @@ class _Pages(ctypes.Structure):
 
 
 class Slots:
-    """Token slots of T tokens: angles, float32 `[T, head_dim / 2]`, and pages and offsets, int64 `[T]`.
+    """The token slots of T tokens, and the tokens' rotary angles.
 
-    The tensors are checked once, for all layers of a batch. Raises ValueError for other tensors.
+    `cos` and `sin` of the angles are float32 `[T, head_dim / 2]`; `pages` and `offsets` are int64 `[T]`. All
+    are contiguous, on the CPU. They are checked once, for all layers of a batch. Raises ValueError for other
+    tensors.
     """
 
     def __init__(
@@ -100,12 +102,12 @@ class Elementwise:
     def rotate_and_write(
         self, qkv: torch.Tensor, kv_layer: torch.Tensor, slots: Slots, norms: HeadNorms | None = None
     ) -> None:
-        """Rotate the queries in place, and write rotated keys and values to their pages.
+        """Rotate the queries in place, and write the rotated keys, and the values, to their pages.
 
         `qkv` [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; head_dim % 32 == 0.
         `kv_layer` [num_pages, num_kv_heads, 2, page_size, head_dim]. The rotated pairs are elements
         (i, i + head_dim / 2). `norms` come before the rotation; None if the model has none. The keys in `qkv`
-        are undefined afterwards.
+        are undefined afterwards. Raises ValueError also for slots outside the pages.
         """
         num_pages, num_kv_heads, _, page_size, head_dim = kv_layer.shape
         num_tokens, num_rows, _ = qkv.shape

@@ -113,9 +113,9 @@ class LayersOwner(_LayersMailbox):
         page_size: int,
         hidden: torch.Tensor,
     ) -> int:
-        """Send a pass to the helper, with the states `hidden` [T, hidden_size] that enter these layers.
+        """Send a pass over `layers` to the helper, with the states `hidden` [T, hidden_size] that enter them.
 
-        Returns the pass's number.
+        The other arguments describe the sequences, as in `HostedPass`. Returns the pass's number.
 
         Raises ValueError for a pass that is too long, or if the answer of the earlier pass in the same slot
         of the mailbox has not been taken.
@@ -145,7 +145,8 @@ class LayersOwner(_LayersMailbox):
     def take(self, number: int) -> torch.Tensor:
         """Return the hidden states that leave the layers of a pass, `[T, hidden_size]`. Blocks.
 
-        Raises HelperLost, and after that for each later pass too.
+        Raises HelperLost if the helper does not answer in time or has closed the mailbox, and then for each
+        later pass too.
         """
         num_tokens = self._asked.pop(number)
         if self.is_closed or not self._code.await_answer(self._address, c_uint32(number), self._timeout_ms):
@@ -171,7 +172,7 @@ class LayersHelper(_LayersMailbox):
 
         Returns None when the exchange is closed.
 
-        Raises ValueError for a pass with more tokens than fit.
+        Raises ValueError for impossible lengths, or for more tokens than fit.
         """
         if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
             return None

@@ -4,8 +4,8 @@ The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, 
 values, rotation and page write, attention, product, norm, gated products, product, with both residuals. All
 layers of a pass are one call. With nine calls for each of thirty layers, Python would take 1.4 ms a step, a
 fifth of a decode step of a small model, and might wait between two calls for the interpreter's lock. The
-halves of a layer, attention and MLP, can be called alone, without their residuals: a tensor-parallel group,
-in which each rank has its own heads and columns, adds up the ranks' results.
+halves of a layer, attention and MLP, can be called alone, without their residuals. In a tensor-parallel group
+each rank has its own heads and columns, and the group adds up the ranks' results.
 
 Owns: a layer's weights, packed, and the checks. Does not know: which layer it is.
 """
@@ -58,7 +58,11 @@ class _LayerOfPass(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedLayerWeights:
-    """The packed weights of a layer. `qkv` stacks queries, keys and values; norms are `[hidden_size]`."""
+    """The packed weights of a layer.
+
+    `qkv` stacks queries, keys and values. `input_norm` and `post_norm` are `[hidden_size]`. `eps` is the
+    epsilon of all norms. `head_norms` is None if the model has none.
+    """
 
     input_norm: torch.Tensor
     qkv: PackedLinear
@@ -140,7 +144,7 @@ class Layer:
 
     @property
     def packed(self) -> list[torch.Tensor]:
-        """The memory of the matrices."""
+        """The packed memory of each matrix of the layer."""
         weights = self._weights
         matrices = (weights.qkv, weights.o, weights.gated.gate, weights.gated.up, weights.down)
         return [matrix.packed for matrix in matrices]
@@ -155,8 +159,9 @@ class Layer:
     ) -> torch.Tensor:
         """Return `hidden` [T, hidden_size] after this layer.
 
-        The keys and values of its tokens are written to `kv_layer`. `workspace`: `workspace_elements`
-        elements for each token, any content. Raises ValueError for other shapes or dtypes.
+        The keys and values of the tokens are written to `kv_layer`. `workspace`: `workspace_elements`
+        elements for each token, any content. Raises ValueError for other shapes or dtypes, and for slots
+        outside the pages.
         """
         return run_layers([(self, kv_layer, attention)], hidden, slots, workspace)
 
@@ -248,9 +253,9 @@ def run_layers(
     helped: AttentionOwner | None = None,
     owner: Mailbox | None = None,
 ) -> torch.Tensor:
-    """Return `hidden` [T, hidden_size] after these layers, each with its pages and attention.
+    """Return `hidden` [T, hidden_size] after several layers, computed in order.
 
-    In all else the function is like `Layer.__call__`.
+    Keys and values are written, and errors are raised, as by `Layer.__call__`.
 
     Args:
         layers: Each layer with its pages and its attention. With `helped`, both lack the helper's part.
@@ -260,8 +265,8 @@ def run_layers(
         helped: The exchange with a helper, if another process computes the attention of the last heads, or of
             the first pages of sequences. The pass must have been described to the helper
             (`AttentionOwner.begin`).
-        owner: The mailbox of the layers' owner, if this process computes moved layers for another process.
-            The owner is told when each layer is done.
+        owner: The mailbox of the owner, if this process is a helper that computes hosted layers. The owner is
+            told when each layer is done.
 
     Raises HelperLost if the helper of `helped` is lost.
     """

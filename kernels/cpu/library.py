@@ -67,7 +67,7 @@ class Library:
     def function(self, name: str, dtype: torch.dtype, *argtypes: Any) -> Any:
         """Return the compiled function `name` for tensors of `dtype`, bfloat16 or float32.
 
-        The compiled function returns an int or nothing.
+        The compiled function returns an int or nothing. Raises ValueError for another dtype.
         """
         if dtype not in DTYPES:
             raise ValueError(f"expected one of {', '.join(map(str, DTYPES))}, got {dtype}")
@@ -128,7 +128,10 @@ def load_library(isa: Isa) -> Library:
 
 
 def choose() -> KernelChoice:
-    """Return the kernels for this machine's CPU. Warns, once a process, if torch has to compute."""
+    """Return the kernels for this machine's CPU. Warns, once a process, if torch has to compute.
+
+    Raises ValueError if MOONCAKE_CPU_KERNELS names kernels that this machine does not have.
+    """
     return _choose(os.environ.get(ENV, "auto"))
 
 

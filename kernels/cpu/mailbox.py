@@ -2,8 +2,8 @@
 
 Either both processes map one mailbox, or each has a mailbox of its own and a stream connects the two.
 
-Owns: the counters at its beginning, this process's end of the stream. Does not know: what lies after the
-counters, how memory is shared.
+Owns: the counters at the beginning of a mailbox, this process's end of the stream. Does not know: what lies
+after the counters, how memory is shared.
 """
 
 import socket
@@ -21,14 +21,14 @@ _ALIGNMENT_BYTES = 4096
 
 
 class HelperLost(RuntimeError):
-    """The helper has not answered in time: the pass has no result, and its tokens have no KVCache."""
+    """The helper has not answered in time, or is gone. The pass has no result, and its tokens no KVCache."""
 
 
 class Wire(NamedTuple):
     """A connected stream socket between two mailboxes.
 
     If the other side takes no bytes for `timeout_s` seconds while this side sends, the exchange is closed.
-    None: there is no limit.
+    With None as `timeout_s` there is no limit.
     """
 
     sock: socket.socket
@@ -38,7 +38,8 @@ class Wire(NamedTuple):
 class Mailbox:
     """One end of a mailbox in `memory`, uint8 `[size_bytes]`, all zeros at first. Keeps the memory mapped.
 
-    With a `wire`, whose socket is closed with this object, the memory is this process's own.
+    With a `wire`, the memory is this process's own. The wire's socket is closed when this object is freed.
+    Raises ValueError for memory of another size or dtype.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class Mailbox:
 
     @property
     def is_closed(self) -> bool:
-        """Whether either end has closed the mailbox."""
+        """Whether this end knows that the mailbox is closed.
+
+        Over a stream, this end sees the other end's close only when it next receives.
+        """
         return bool(self._code.mailbox_is_closed(self._address))
 
     def close(self) -> None:

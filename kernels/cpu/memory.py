@@ -38,9 +38,9 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def populate(memory: torch.Tensor) -> None:
     """Allocate the huge pages of `memory` now rather than at their first use.
 
-    `memory` has whole huge pages, and its content stays. A Linux older than 5.14 allocates them at first use
-    all the same. Blocking: 0.1 s a GiB on bare metal, 2 s where the hypervisor, too, allocates memory at its
-    first use.
+    `memory` begins at a huge page, and its content stays. A Linux older than 5.14 allocates the pages at
+    their first use all the same. Blocking: 0.1 s a GiB on bare metal, 2 s where the hypervisor, too,
+    allocates memory at its first use.
     """
     _libc.madvise(memory.data_ptr(), memory.numel() * memory.element_size(), _MADV_POPULATE_WRITE)
 

@@ -153,12 +153,12 @@ class AttentionOwner(_AttentionMailbox):
         page_size: int,
         tokens: np.ndarray | None = None,
     ) -> None:
-        """Describe the next pass over these layers to the helper.
+        """Describe the next pass, over `layers`, to the helper.
 
         If the helper has the first pages of sequences, only these sequences are described, and their page
         tables name only the pages at the helper, all of them full. `tokens`, int64, are then the rows of the
-        sequences' new tokens in the pass. Raises ValueError for a pass that is too long, and HelperLost if an
-        earlier pass has lost the helper.
+        sequences' new tokens in the pass. Raises ValueError for a pass that is too long, and HelperLost if
+        the mailbox is closed.
         """
         if self.is_closed:
             raise self.lost()
@@ -212,7 +212,10 @@ class AttentionHelper(_AttentionMailbox):
         self._num_passes = 0
 
     def await_pass(self) -> HostedPass | None:
-        """Wait for the next pass, and return its description; None when the exchange is closed. Blocks."""
+        """Wait for the next pass, and return its description; None when the exchange is closed. Blocks.
+
+        Raises ValueError for impossible lengths.
+        """
         if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
             return None
         self._num_passes = self._code.passes_begun(self._address)
@@ -223,7 +226,8 @@ class AttentionHelper(_AttentionMailbox):
 
         The owner ends a pass by beginning another pass, or by closing the mailbox.
 
-        Raises ValueError for a pass that does not fit the hosted pages.
+        Raises ValueError for a pass that does not fit the hosted pages, and IndexError for layers that do not
+        exist.
         """
         kv_shape, shape = self._kv_layers[0].shape, self.shape
         page_size, num_tokens = kv_shape[3], sum(described.query_lens)

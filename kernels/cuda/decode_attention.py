@@ -82,8 +82,9 @@ def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim:
 def _parts(span, window, num_splits, BLOCK_KEYS: tl.constexpr):
     """Return the fields of a span, and its division into parts.
 
-    They are: row, visible keys [first, end), beginning of its page table, keys of a part, number of parts.
-    There are at least 1 and at most `num_splits` parts. They begin at the block with the first visible key.
+    The result: row, visible keys [first, end), beginning of the sequence's page table, keys of a part, number
+    of parts. There are at least 1 and at most `num_splits` parts. The first part begins at the block with the
+    first visible key.
     """
     end = (tl.load(span + 1) * (tl.load(span + 2) + 1)).to(tl.int32)
     first = tl.maximum(0, end - window)

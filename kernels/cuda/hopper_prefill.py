@@ -1,9 +1,10 @@
 """Prefill attention for Hopper's SMs, in Gluon, Triton's lower-level language.
 
 A program attends with 128 (token, head of the group) pairs to all keys that they see. One warp copies blocks
-of keys and values to a ring in shared memory (TMA); two warpgroups have 64 pairs each. A warpgroup starts the
-product for the scores of a block and the product with the values of the block before. It computes the softmax
-of the scores while the second product runs, as FlashAttention-3 does (Shah et al., 2024, section 3.2).
+of keys and of values to two rings in shared memory (TMA); two warpgroups have 64 pairs each. A warpgroup
+starts the product for the scores of a block and the product with the values of the block before. It computes
+the softmax of the scores while the second product runs, as FlashAttention-3 does (Shah et al., 2024, section
+3.2).
 
 Reference: `kernels.cuda.spans.attention_reference`. FLOP and bytes moved: `kernels.cuda.prefill_attention`.
 
@@ -34,7 +35,7 @@ BLOCK_ROWS = 128
 BLOCK_KEYS = 64
 HEAD_DIMS = (64, 128)
 NUM_STAGES = 3
-"""The number of blocks of keys, and of blocks of values, in the ring."""
+"""The number of blocks in each of the two rings, of keys and of values."""
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -56,7 +57,7 @@ def _produce(
     kv_rows, pages, kv_head, begin, num_blocks, ring,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the blocks of keys and values from position `begin` on to the ring."""
+    """Copy the blocks of keys and values from position `begin` on to the rings."""
     k_ring, v_ring, k_full, v_full, k_free, v_free = ring
     for block in range(num_blocks):
         stage = block % STAGES

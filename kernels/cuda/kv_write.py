@@ -115,7 +115,7 @@ def _rotate_and_write(
 def rotate_and_write(
     qkv: torch.Tensor, kv_layer: torch.Tensor, slots: TokenSlots, norms: HeadNorms | None = None
 ) -> None:
-    """Rotate the queries in place, and write rotated keys and values to their pages.
+    """Rotate the queries in place, and write the rotated keys, and the values, to their pages.
 
     `qkv`: contiguous `[T, num_heads + 2 * num_kv_heads, head_dim]`, queries, keys, values, in the pages'
     dtype. `kv_layer`: contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or

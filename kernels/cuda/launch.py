@@ -106,7 +106,7 @@ def _kind(argument: Any) -> object:
     """Return the properties of an argument by which Triton specialises a kernel.
 
     These are dtype and alignment of a tensor; of a number, whether it is 1, divisible by 16, longer than 32
-    bits.
+    bits. Raises TypeError for anything else.
     """
     match argument:
         case bool():  # refused: True would have the kind of 1, for which Triton compiles another kernel

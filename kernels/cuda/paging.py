@@ -36,7 +36,7 @@ def key_offsets(
 
 
 def block_dim(head_dim: int) -> int:
-    """Return the power of two to which kernels pad heads of `head_dim`; the padding is masked."""
+    """Return the power of two, at least 16, to which kernels pad heads of `head_dim`; padding is masked."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 

@@ -73,8 +73,8 @@ def hopper_kernel(device: torch.device) -> ModuleType | None:
 def flops(query_lens: list[int], kv_lens: list[int], num_heads: int, head_dim: int) -> int:
     """Return the FLOP of attention's two matrix products, queries by keys and weights by values.
 
-    Each pair of a query head and a key that it sees costs 4 FLOP for each of `head_dim` elements. There is no
-    sliding window.
+    Each pair of a query head and a key that it sees costs 4 FLOP for each of `head_dim` elements. Only for
+    attention without a sliding window.
     """
     num_scores = sum(n * kv_len - n * (n - 1) // 2 for n, kv_len in zip(query_lens, kv_lens, strict=True))
     return 4 * num_scores * num_heads * head_dim

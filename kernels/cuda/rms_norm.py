@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows, with the addition of the previous block's output.
+"""Root-mean-square norm of rows, alone or after an addition to the residual.
 
 Bytes moved: without the addition, 2 numbers an element; with it, 4 numbers (`x` and the residual read, the
 sum and the norm written). Separate kernels for addition and norm would move 5. The weight comes from the
@@ -53,7 +53,8 @@ def _rms_norm(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` of each row of contiguous `x` [T, n]; `weight` is `[n]`.
 
-    `x` and `weight` are float32, bfloat16 or float16. Raises ValueError for other tensors.
+    `x` and `weight` are float32, bfloat16 or float16. Raises ValueError for other tensors, and for n above
+    65536.
     """
     return _launch(x, None, weight, eps)
 
@@ -61,8 +62,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place, and return the norm of the sum.
 
-    `x` and `residual` are contiguous `[T, n]` of one dtype, `weight` is `[n]`. Raises ValueError for other
-    tensors.
+    `x` and `residual` are contiguous `[T, n]` of one dtype, `weight` is `[n]`. Raises ValueError as
+    `rms_norm` does.
     """
     check_tensor("residual", residual, x.shape, [x.dtype], x)
     return _launch(x, residual, weight, eps)

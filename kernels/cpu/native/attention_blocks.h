@@ -43,7 +43,7 @@ struct Attention {
     float* lse;                   // [tokens, num_heads], or null
 };
 
-// The keys of one sequence and KV head; its values lie `to_values` elements behind them.
+// The keys of one sequence and KV head. The value of each key lies `to_values` elements behind the key.
 template <class T, int D>
 struct Rows {
     const T* first_page;          // this head's part of page 0

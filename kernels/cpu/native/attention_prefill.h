@@ -27,7 +27,7 @@ struct PrefillMemory {
 };
 
 // Column c of a sequence is head `c % group` of query `c / group`. If the tile goes beyond the
-// sequence's last column, its other columns repeat the last column.
+// sequence's last column, the tile's further columns repeat the last column.
 template <class T, int D>
 ALONE void load_tile(const Sequence<T, D>& s, int column, Tile<T, D>& tile) {
     const int num_columns = s.num_queries * s.group;

@@ -1,5 +1,5 @@
 // The operations between the products of a decoder layer, each in one pass over memory: norm, rotation and page
-// write. The gate is applied by the product before it.
+// write. The gate of the MLP is not among them: the gated product applies it (linear.h).
 //
 // Owns: the arithmetic, in float32 inside. Does not know: layers; its caller has checked all sizes.
 #pragma once
@@ -77,15 +77,16 @@ struct Pages {
     int num_heads, num_kv_heads, num_kept, head_dim, page_size;
 };
 
-// Weights [head_dim] of norms of each query and key, or null.
+// The weights [head_dim] of the norm of each query and of each key; null if the model has no such norms.
 template <class T>
 struct HeadNorms {
     const T *query, *key;
     float eps;
 };
 
-// Rotates queries in place, and writes rotated keys and values to pages. `qkv` is [num_tokens, num_heads + 2 * num_kv_heads,
-// head_dim]. Keys that are not written to pages are rotated in place. Returns false if a slot is outside of the pages.
+// Rotates queries in place, and writes the rotated keys, and the values, to pages. `qkv` is [num_tokens, num_heads +
+// 2 * num_kv_heads, head_dim]. Keys that are not written to pages are rotated in place. Returns false if a slot is outside of
+// the pages.
 template <class T>
 ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size, const HeadNorms<T>& norms) {
     for (long t = 0; t < slots.num_tokens; t++) {

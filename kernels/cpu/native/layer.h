@@ -27,8 +27,8 @@ struct LayerWeights {
     float eps;
 };
 
-// Computes norm, attention and the product after it, plus `residual`, which may be null. Returns false if a slot is outside of
-// the pages, or if a helper does not answer. `exchange` is null without a helper; `batch` has the heads and keys of this process.
+// Computes norm, attention and output product, plus `residual`, which may be null. Returns false if a slot is outside of the
+// pages, or if a helper does not answer. `exchange` is null without a helper; `batch` has the heads and keys of this process.
 //
 // `hidden`, `residual` and `out` are [tokens, hidden_size]; the last two may be the same tensor. The workspace has room for
 // tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim) elements.
@@ -75,7 +75,7 @@ struct LayerOfPass {
 };
 
 // Computes layers: both halves of each, with residuals. `hidden` may be `out`. `owner`, which may be null, is told when each
-// layer is done.
+// layer is done. Returns false when `run_attention` does.
 template <class T>
 bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Exchange<T>* exchange, Mailbox* owner, const Slots& slots,
                 const T* hidden, T* out, T* workspace) {

@@ -126,7 +126,7 @@ INLINE void multiply_rows(const Addresses<T, OUT>& at, long num_rows, Ahead ahea
     }
 }
 
-// Multiplies rows as `multiply_rows` does, with a last panel that is not full. Memory beside its columns is not touched.
+// Multiplies rows as `multiply_rows` does, with a last panel that is not full. Memory beside the panel's columns is not touched.
 template <class T, class OUT>
 ALONE void multiply_part(const Addresses<T, OUT>& at, long num_columns, long num_rows, long num_words, const word* panel) {
     alignas(64) T bias[PANEL] = {}, residual[ROWS_AT_ONCE<T> * PANEL] = {};

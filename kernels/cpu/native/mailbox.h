@@ -22,8 +22,8 @@ namespace {
 // The time for which a waiter spins before it sleeps. LONG_SPIN, on a core that no other thread wants, is longer than the 0.6 ms
 // between two layers of SmolLM2-135M, so that its helper is not woken for each layer.
 constexpr Clock::duration LONG_SPIN = std::chrono::milliseconds(1), SHORT_SPIN = std::chrono::microseconds(50);
-// The time for which spins are short after a waiter has lost its core (LOST). A sleeper that is woken goes before the other thread; one
-// that spins waits for the end of the other thread's time.
+// The time for which spins are short after a waiter has lost its core (LOST). A waiter that sleeps and is woken goes before the thread
+// that took its core; a waiter that spins waits until that thread's time is over.
 constexpr auto SHORT_SPINS = std::chrono::seconds(1);
 constexpr int LOOK_MS = 100;  // milliseconds between two looks of a waiter whether the other side has closed: a wake may be missed
 constexpr timespec EXCHANGE_LOOK = {0, LOOK_MS * 1'000'000};
@@ -31,7 +31,7 @@ constexpr timespec EXCHANGE_LOOK = {0, LOOK_MS * 1'000'000};
 enum class Counter : uint32_t { BEGUN, ASKED, ANSWERED, COMPUTED, NONE };
 
 // The header of a message on a stream: `num_bytes` bytes follow, which the sender has written at `offset` of its
-// mailbox. With them `counter` becomes `value`.
+// mailbox. When they have arrived, `counter` becomes `value`.
 struct Frame {
     Counter counter;
     uint32_t value;
@@ -54,7 +54,7 @@ struct Wire {
 struct Mailbox {
     alignas(64) std::atomic<uint32_t> begun;     // passes that are described
     alignas(64) std::atomic<uint32_t> asked;     // layers
-    alignas(64) std::atomic<uint32_t> answered;  // layers: equal to `asked`, or one less
+    alignas(64) std::atomic<uint32_t> answered;  // layers that were asked (moved_attention.h), or whole passes (hosted_layers.py)
     alignas(64) std::atomic<uint32_t> closed;    // 1 when one side has ended the exchange
     alignas(64) std::atomic<uint32_t> computed;  // layers of passes that are answered as a whole
     alignas(64) Wire wire;

@@ -58,8 +58,8 @@ struct TileRegisters<bf16> {
 };
 
 // Computes the sum over k < depth of rows[i][k] * panel[k][j], and stores it in sums[i][j], or adds it there if ADDS. There are as
-// many rows i as the registers have, and VECTORS * TILE_SIDE columns j. Depth, a multiple of TILE_SIDE, and the strides of rows and panel count words. Calls
-// `before_step(k)` every TILE_SIDE words.
+// many rows i as the registers have, and VECTORS * TILE_SIDE columns j. Depth, a multiple of TILE_SIDE, and the strides of rows and
+// panel count words; `sums_stride` counts floats. Calls `before_step(k)` every TILE_SIDE words.
 template <int VECTORS, bool ADDS, class F = void (*)(long)>
 INLINE void multiply_tiles(const void* rows, long row_stride, const word* panel, long panel_stride, long depth, float* sums,
                            long sums_stride, F before_step = [](long) {}) {
