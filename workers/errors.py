@@ -1,7 +1,6 @@
-"""The errors of a worker's sessions, and the report of a failed attempt. `mooncake.errors` has the other
-errors.
+"""The errors of a worker's sessions, and the report of a failed attempt.
 
-Owns: the meaning of these errors. Does not know: where they are raised.
+Owns: the meaning of these errors. Does not know: where they are raised, other errors (`mooncake.errors`).
 """
 
 from mooncake.errors import GrammarError, MooncakeError

@@ -103,11 +103,11 @@ class Arrivals:
         await self._receive_kvcache(sequence, decode, may_refuse=order.may_refuse)
 
     async def _receive_kvcache(self, sequence: Sequence, decode: Decode, *, may_refuse: bool) -> None:
-        """Receive the prompt's KVCache and its first token from the prefill instance.
+        """Receive a prompt's KVCache and first token from the prefill instance, and enter the batch.
 
-        The TBT is checked before the first token leaves (section 3). The check uses the actual batch, which
-        the Conductor could only predict. If the request has a TTFT and a TBT SLO, the first token is held
-        while the KVCache arrives.
+        If `may_refuse`, the TBT is checked before the first token leaves (section 3), with the actual batch,
+        which the Conductor could only predict. If the request has a TTFT and a TBT SLO, the first token is
+        held while the KVCache arrives. Raises TooSlowError or TransferError.
         """
         sequence.ordered_s = self._now_s()
         due_s = None if decode.time_left_s is None else sequence.ordered_s + decode.time_left_s

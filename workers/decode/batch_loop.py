@@ -23,8 +23,8 @@ Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 class BatchLoop:
     """The loop of one batch.
 
-    A turn begins when `changed` is set: an iteration has begun or ended, a sequence has come or must leave,
-    or tokens may be sent.
+    A turn begins when `changed` is set, for example because an iteration has begun or ended, a sequence has
+    come or must leave, pages are free, or tokens may be sent.
 
     `recheck` is called in each turn, to check again the requests that wait for a smaller batch or for pages.
     `on_ended` is called with each iteration that has ended. If a helper has not answered, the iteration has

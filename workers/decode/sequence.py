@@ -93,27 +93,32 @@ class Sequence:
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
     """The event that an inlined prompt has its first token. The event is also set together with `left`."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event that the sequence has left the batch: its tokens are sent, and no iteration uses its
-    pages."""
+    """The event that the sequence has left the batch.
+
+    Its tokens are sent then, and no iteration uses its pages.
+    """
     copy_at: int | None = None
     """The number of tokens with KVCache at which a migration's next copy is due; None without a migration."""
     copy_due: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event that a migration's copy is due: the sequence has `copy_at` tokens, or waits and does not
-    grow.
+    """The event that a migration's copy is due. It is cleared when the copy begins.
 
-    The event is cleared when the copy begins."""
+    A copy is due when `copy_at` tokens have KVCache, or when the sequence waits and does not grow.
+    """
     is_wanted_elsewhere: bool = False
     """Whether another instance is to continue the sequence, which therefore leaves the batch soon."""
     error: Exception | None = None
     must_be_alone: bool = False
-    """Whether the sequence shares no iteration: it is a suspect, and no iteration here has drawn a token of
-    it."""
+    """Whether the sequence may share no iteration with others.
+
+    That is so while the sequence is a suspect and no iteration here has drawn a token of it.
+    """
     tbt_slo_s: float | None = None
     """The limit of the time between tokens in seconds; None for no limit."""
     received_s: float = 0.0
     """The time at which the request arrived at this instance, in seconds of the event loop's clock.
 
-    All times below are of that clock too."""
+    All times below are of that clock too.
+    """
     reserved_s: float | None = None
     """The time at which the prompt had its pages in the pool."""
     ordered_s: float | None = None
@@ -123,7 +128,7 @@ class Sequence:
     arrived_s: float | None = None
     """The time at which the KVCache was in the pool."""
     joined_s: float | None = None
-    """The time of the first iteration."""
+    """The time at which the sequence first joined the batch."""
     prefilled_s: float | None = None
     """The time at which an inlined prompt had its first token."""
     first_sent_s: float | None = None
@@ -147,7 +152,8 @@ class Sequence:
         """The sort key of the batch's order, by arrival and priority. It never changes.
 
         The sequence with the lowest key is the first of the wait queue. Among sequences with equal shares it
-        is the last to be preempted."""
+        is the last to be preempted.
+        """
         return rank_s(self.request.priority, self.received_s), self.number
 
     def keys(self, block_size: int) -> list[BlockKey]:
@@ -222,8 +228,7 @@ class Sequence:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """The number of prompt tokens that this instance has yet to compute; 0 unless the prompt is
-        inlined."""
+        """The number of an inlined prompt's tokens that have no KVCache yet; 0 for another request."""
         return len(self.tokens) - self.num_kv_tokens if self.is_inlined and not self.has_drawn else 0
 
     @property
@@ -255,16 +260,17 @@ class Sequence:
 
     @property
     def joining_s(self) -> float | None:
-        """Seconds from the order to decode to the first iteration, less `arrival_s`; None before that
-        iteration."""
+        """Seconds from the order to decode until the sequence joined the batch, less `arrival_s`.
+
+        None before the sequence has joined, and without an order to decode.
+        """
         if self.arrival_s is None or self.ordered_s is None or self.joined_s is None:
             return None
         return self.joined_s - self.ordered_s - self.arrival_s
 
     @property
     def held_as(self) -> HeldStep | None:
-        """The step of this sequence in a report to another Conductor; None if the sequence is about to
-        leave."""
+        """The step of this sequence in a report to another Conductor; None if it is about to leave."""
         if self.finish_reason is not None or self.is_wanted_elsewhere:
             return None
         if self.is_inlined:

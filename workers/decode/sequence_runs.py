@@ -1,4 +1,4 @@
-"""The life of a sequence in the batch: joining, preemption, end or move to another instance.
+"""The course of a sequence through the batch: joining, preemption, end or move to another instance.
 
 Each sequence has a task for all of these steps. Only this task frees the sequence's pages, so no page is
 freed while it is copied.
@@ -39,7 +39,8 @@ Send = Callable[
 Record = Callable[[Sequence, str], None]
 """A callback for each sequence that leaves the instance.
 
-Its second argument is the reason for an early end, or an empty string."""
+Its second argument is the reason for an early end, or an empty string.
+"""
 
 
 class SequenceRuns:
@@ -112,7 +113,10 @@ class SequenceRuns:
                 self._changed.set()
 
     async def complete(self, sequence: Sequence) -> None:
-        """Decode a sequence until it ends or is handed over, and report its end to the Conductor."""
+        """Decode a sequence until it ends or is handed over, and report that to the Conductor.
+
+        Then the sequence's blocks are sealed in the pool.
+        """
         await self._generate(sequence)
         sequence.left_s, ref = self._now_s(), sequence.ref
         if sequence.finish_reason is not None:
@@ -140,8 +144,8 @@ class SequenceRuns:
     async def _generate(self, sequence: Sequence) -> None:
         """Decode a sequence to its end, or until another instance is to continue it.
 
-        The sequence can be preempted any number of times. Raises SessionLostError if the batch's loop has
-        ended before.
+        The sequence can be preempted any number of times. Raises the sequence's error if it fails, and
+        SessionLostError if the batch's loop has ended before.
         """
         while sequence.finish_reason is None:
             self._changed.set()
@@ -163,8 +167,7 @@ class SequenceRuns:
                 self._batch.enter(sequence)
 
     async def _join(self, sequence: Sequence) -> None:
-        """Load an admitted sequence and let it join the batch. If it is inlined, await its first token
-        too."""
+        """Load an admitted sequence, let it join the batch, and await an inlined prompt's first token."""
         awaits_prefill = sequence.is_inlined and not sequence.has_drawn
         await self._blocks.load(sequence)
         self._batch.join(sequence)
@@ -177,8 +180,7 @@ class SequenceRuns:
             await self._end_prefill(sequence)
 
     async def _end_prefill(self, sequence: Sequence) -> None:
-        """Report an inlined prompt's first token to the Conductor, and store its blocks for other
-        requests."""
+        """Report an inlined prompt's first token, and store the prompt's blocks for other requests."""
         if not sequence.has_drawn or sequence.error is not None:
             return
         sequence.prefilled_s = self._now_s()
@@ -207,7 +209,7 @@ class SequenceRuns:
         self._changed.set()
 
     async def _seal(self, sequence: Sequence) -> None:
-        """If the pool has room, seal the sequence's blocks, so that later prompts can reuse them."""
+        """Seal the sequence's blocks if the pool has room, so that later prompts can reuse them."""
         if sequence.pages:
             try:
                 await self._blocks.store(sequence, is_parked=False)

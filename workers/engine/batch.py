@@ -200,7 +200,10 @@ class Batch:
     def attention(
         self, library: Library, heads: AttentionShape, sliding_window: int | None
     ) -> PagedAttention:
-        """Return the CPU's attention for layers with this sliding window; None: no window."""
+        """Return the CPU's attention for layers with this sliding window; None: no window.
+
+        `heads` are the same in all calls: the heads in this process.
+        """
         if sliding_window not in self._attentions:
             kv_lens, tables = self._own
             self._attentions[sliding_window] = PagedAttention(
@@ -222,8 +225,7 @@ class Batch:
         return kv_lens, [table[num:] for _, table, num in each]
 
     def workspace(self, num_elements: int) -> torch.Tensor:
-        """Return memory for a layer's intermediate results, `num_elements` per token, shared by all
-        layers."""
+        """Return the memory for intermediate results, `num_elements` per token, that all layers share."""
         if self._workspace is None:
             self._workspace = torch.empty(self.num_tokens * num_elements, dtype=self.dtype)
         return self._workspace

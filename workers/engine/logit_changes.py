@@ -30,8 +30,10 @@ class LogitRules:
     """The changes of logits for one request, prepared once."""
 
     repetition_penalty: float
-    """The penalty of tokens that occur in prompt or output: it divides their positive logits, and multiplies
-    their negative ones."""
+    """The penalty of tokens that occur in prompt or output.
+
+    It divides positive logits of these tokens, and multiplies negative ones.
+    """
     presence_penalty: float
     """The penalty subtracted from logits of tokens that occur in the output."""
     frequency_penalty: float

@@ -2,10 +2,12 @@
 
 Token-for-token equality with transformers' eager models in float32 is the aim.
 
-Owns: the forward pass of the layers `[a, b)` of one model; models of adjacent ranges form a pipeline (CPP,
-Mooncake section 5.1), models that share a group compute the same layers in parts (tensor parallelism); which
-implementation of a layer computes. Does not know: scheduling, transfers, sampling, how the ranks of a group
-meet. Callers that load or store KVCache between layers (section 5.2) write the loop of `forward` themselves.
+Models of adjacent ranges of layers form a pipeline (CPP, Mooncake section 5.1). Models that share a group
+compute the same layers in parts (tensor parallelism). Callers that load or store KVCache between layers
+(section 5.2) write the loop of `forward` themselves.
+
+Owns: the forward pass of the layers `[a, b)` of one model, and which implementation of a layer computes. Does
+not know: scheduling, transfers, sampling, how the ranks of a group meet.
 """
 
 import logging
@@ -37,7 +39,10 @@ log = logging.getLogger(__name__)
 
 
 class Layers(Protocol):
-    """An implementation of the layers. Its methods are those of the same names in `DecoderModel`."""
+    """An implementation of the layers, to which the methods of the same names in `DecoderModel` delegate.
+
+    `embed` gets token ids, int64 `[T]`, and adds no learned positions.
+    """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -285,7 +290,8 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Compute consecutive layers, none of which a helper has.
 
-        Shapes and effects are those of `forward_layer`.
+        Shapes and effects are those of `forward_layer`. Raises HelperLost if a helper that has some of the
+        heads or pages is lost.
         """
         assert kv.kv_heads == self.kv_heads, f"a KVCache of KV heads {kv.kv_heads}, not {self.kv_heads}"
         if layers and isinstance(self._computed, CpuLayers):
@@ -305,7 +311,7 @@ class DecoderModel:
         """Return float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage.
 
         On CUDA, decode steps over the pages of one cache are captured graphs: their logits are valid until
-        the next pass. Raises HelperLost.
+        the next pass. Raises HelperLost if a helper that has some of the modules is lost.
         """
         sent = self.send_to_helper(batch, kv)
         if sent is not None:
@@ -318,7 +324,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def send_to_helper(self, batch: Batch, kv: DeviceKVCache) -> PassAtHelper | None:
-        """Compute the layers before a helper's, and send the pass to the helper.
+        """Compute the layers before those that a helper has, and send the pass to the helper.
 
         Returns None if no helper has layers.
         """
@@ -334,9 +340,9 @@ class DecoderModel:
 
     @torch.inference_mode()
     def receive_from_helper(self, sent: PassAtHelper, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Wait for a helper's answer, compute the layers behind, and return the logits as `forward` does.
+        """Wait for a helper's answer, compute the further layers, and return the logits as `forward` does.
 
-        Raises HelperLost.
+        Raises HelperLost if the helper does not answer in time.
         """
         hosted, number = sent
         behind = range(hosted.layers.stop, self.layers.stop)

@@ -27,7 +27,8 @@ def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
 def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Tensor:
     """Return frequencies scaled as in Llama 3.1.
 
-    Long wavelengths are stretched by `factor`, short wavelengths are kept, medium ones are interpolated."""
+    Long wavelengths are stretched by `factor`, short wavelengths are kept, medium ones are interpolated.
+    """
     scaling = spec.rope_scaling
     original, low, high = scaling.original_max_position, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies

@@ -16,8 +16,10 @@ import torch
 from workers.engine.upload import upload
 
 _NUM_LIKELY = 1024
-"""The number of most likely tokens that are ranked for a filter. With most models nearly all draws are among
-these tokens."""
+"""The number of most likely tokens that are ranked for a filter.
+
+With most models nearly all draws are among these tokens.
+"""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -94,9 +96,10 @@ def _most_likely(logits: torch.Tensor, _limits: DrawLimits) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, limits: DrawLimits) -> torch.Tensor:
-    """Draw a token of each row from all tokens, in the order of their ids: int64 `[S]`.
+    """Draw a token of each row from all tokens: int64 `[S]`.
 
-    The draw is from the cumulative distribution in float64."""
+    No token is filtered out. The cumulative distribution, in float64, has the tokens in the order of ids.
+    """
     on_device = limits.on(logits.device)
     # In place: new memory for all rows takes longer than the arithmetic.
     weights = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(on_device.temperature).exp_()
@@ -151,8 +154,11 @@ def _draw_filtered(logits: torch.Tensor, limits: DrawLimits, num_ranked: int | N
 
 
 class Logprobs(NamedTuple):
-    """The logprobs of R rows: of drawn tokens float32 `[R]`, and of the N most likely tokens int64 ids and
-    float32 logprobs `[R, N]`."""
+    """The logprobs of R rows.
+
+    `drawn`, float32 `[R]`, are those of the drawn tokens. `top_tokens`, int64 `[R, N]`, are the N most likely
+    tokens of each row, and `top`, float32 `[R, N]`, their logprobs.
+    """
 
     drawn: torch.Tensor
     top_tokens: torch.Tensor
@@ -163,9 +169,8 @@ class Logprobs(NamedTuple):
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
     """Return the logprobs of `tokens` [R] and of each row's `num_top` most likely tokens.
 
-    `logits` are float32 `[R, V]`.
-
-    The most likely tokens are in descending order, equally likely tokens by id.
+    `logits` are float32 `[R, V]`. The most likely tokens are in descending order, equally likely tokens by
+    id.
     """
     values, top_tokens = _rank(logits, num_top)
     log_mass = logits.logsumexp(-1, keepdim=True)

@@ -26,10 +26,8 @@ class RankLost(RuntimeError):
 class TensorShard:
     """The collective calls of one rank in a group of `size`.
 
-    All ranks make the same calls, in the same order.
-
-    A call blocks until all ranks have made theirs (on CUDA the stream does). Raises RankLost if a rank does
-    not make its call in time.
+    All ranks make the same calls, in the same order. A call blocks until all ranks have made it; on CUDA the
+    stream waits, and not the caller. Raises RankLost if a rank does not make its call in time.
     """
 
     rank: int
@@ -37,8 +35,7 @@ class TensorShard:
     all_reduce: Callable[[torch.Tensor], None]
     """A function that sums a contiguous tensor over the ranks in place, with the same bits on every rank."""
     all_gather: Callable[[torch.Tensor], torch.Tensor]
-    """A function that gathers every rank's contiguous `[...]` into `[size, ...]`, in the order of the
-    ranks."""
+    """A function that gathers every rank's contiguous `[...]` into `[size, ...]`, in the ranks' order."""
 
     def __post_init__(self) -> None:
         _check(self.rank, self.size)

@@ -106,7 +106,7 @@ class Draws:
     def extend(self, row: int, token: int) -> None:
         """Append a token to the output of a row, for penalties and grammars that depend on the output.
 
-        For a row that was made while the earlier pass had not yet drawn its newest token.
+        To be called for a row that was made before the earlier pass had drawn the row's newest token.
         """
         self._changes.extend(row, token)
 

@@ -94,7 +94,7 @@ class Executor:
         return await wait_to_end(ended, on_cancel)
 
     async def cut_in(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
-        """Make `call` as `run` does, but between two layers of a running prefill pass."""
+        """Make `call` as `run` does, but between two layers of a prefill pass if one is running."""
         ended: Future[T] = Future()
 
         def make() -> None:
@@ -112,7 +112,10 @@ class Executor:
             self._cutting_in.popleft()()
 
     async def follow(self, grammar: str) -> GrammarState | None:
-        """Return the initial state of a grammar; None if `grammar` is empty. Raises GrammarError."""
+        """Return the initial state of a grammar; None if `grammar` is empty.
+
+        Raises GrammarError if the grammar cannot be compiled, or if this instance has no tokenizer.
+        """
         if not grammar:
             return None
         if self._grammars is None:
@@ -196,12 +199,12 @@ class Executor:
     def receive_from_helper(self, sent: PassAtHelper, batch: Batch, draws: Draws) -> Drawn:
         """Compute the rest of an iteration that was sent to a helper, and return its draws.
 
-        Raises HelperLost.
+        Raises HelperLost if the helper does not answer in time.
         """
         return draws.draw(self.model.receive_from_helper(sent, batch, self.kv))
 
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
-        """Compute one iteration, and return its draws. Raises HelperLost."""
+        """Compute one iteration, and return its draws. Raises HelperLost if a helper is lost."""
         return draws.draw(self.model.forward(batch, self.kv))
 
 

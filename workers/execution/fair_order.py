@@ -89,7 +89,7 @@ class FairOrder:
             self._tenants.clear()
 
     def computed(self, prompt: Waiting, num_tokens: int) -> None:
-        """Charge `num_tokens` of a prompt, which are in the next pass, to the prompt's tenant."""
+        """Charge `num_tokens` of a prompt, whose pass is planned or has begun, to the prompt's tenant."""
         tenant = self._tenants[prompt.flow.tenant]
         tenant.num_served += num_tokens
         tenant.now += num_tokens / len(tenant.num_waiting)

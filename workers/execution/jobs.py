@@ -1,4 +1,4 @@
-"""The tasks of requests, which can be cancelled by request.
+"""The tasks of requests. The task of a given request can be cancelled.
 
 Owns: these tasks, and waiting for several of them. Does not know: what they do.
 """
@@ -29,12 +29,12 @@ class Jobs:
 
     @property
     def refs(self) -> list[Ref]:
-        """The requests that are being served."""
+        """The attempts whose tasks have not ended."""
         return list(self._tasks)
 
     @property
     def going_on(self) -> list[Ref]:
-        """The requests whose work has not been cancelled."""
+        """The attempts whose tasks have neither ended nor been cancelled."""
         return [ref for ref, task in self._tasks.items() if not task.cancelling()]
 
     def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
@@ -91,7 +91,7 @@ async def results_of(futures: Sequence[asyncio.Future[T]], stop: Callable[[], ob
     """Wait until all futures have ended, and return their results in the order of `futures`.
 
     `stop` is called when a future fails, or the caller is cancelled; it must make all futures end soon.
-    Raises the error of the first of the futures that has failed.
+    Raises an error if futures have failed: that of the first one in the order of `futures`.
     """
 
     async def settled() -> None:

@@ -1,8 +1,9 @@
 """A record of the requests whose pass is being computed, in memory that outlives the process.
 
 The next process reads which requests were being computed when the previous process ended. The memory has two
-areas, each with a length and a list of refs: one for the running pass, and one for the pass or request that
-has failed. (A failed process may still compute for other requests until it ends.)
+areas, each with a length and a list of `Ref`s, the names of attempts. One area is for the running pass, the
+other for the pass or request that has failed. (A failed process may still compute for other requests until it
+ends.)
 
 Owns: this memory. Does not know: how a process ended, what becomes of the requests.
 """

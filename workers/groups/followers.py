@@ -143,10 +143,9 @@ class Followers:
     async def call(self, work: RankWork) -> list[RankResult | None]:
         """Have all followers perform `work`, and return their results in the order of ranks.
 
-        All followers have stopped the work when this returns or raises.
-
         Raises a follower's error (PoolFullError, PoolError or TransferError), or SessionLostError if a
-        follower is lost.
+        follower is lost. All followers have stopped the work when the call returns or raises, except after a
+        loss.
         """
         if self.lost.is_set():
             raise SessionLostError("another rank is gone")

@@ -50,9 +50,9 @@ class PromptBlock:
         self.stored.append(checksum)
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the xxh3-64 that `keep_checksum` has kept of `layer`; None if it has kept none of it.
+        """Return the xxh3-64 of `layer` that `keep_checksum` has kept; None if there is no such checksum.
 
-        In that case the pool's page table has the checksum.
+        Then the pool's page table has the checksum.
         """
         position = layer - self.first_stored
         if self.stored is None or not 0 <= position < len(self.stored):

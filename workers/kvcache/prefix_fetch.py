@@ -1,14 +1,14 @@
-"""The worker's part in a fetch of a prompt's blocks into its pool, from another instance: the *holder*.
+"""The worker's part in a fetch of a prompt's blocks from another instance, the *source*, into its own pool.
 
 While bytes arrive, the messenger reports how many layers have arrived; the load thread waits for layers. Any
-failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not arrived by
+failure (source gone or too slow, block evicted, silence) ends the fetch, and blocks that have not arrived by
 then are computed.
 
-The worker waits for a holder that goes on sending, not for a silent one. The Conductor has estimated that the
+The worker waits for a source that goes on sending, not for a silent one. The Conductor has estimated that the
 fetch takes less time than computing the blocks. Here the fetch gets `_GRACE_S` plus the time in which a slow
 instance would compute the blocks, and is given up as soon as it is expected to take longer. A slow fetch must
-not delay a pass that other prompts share, so its prompt joins a pass only when the pass will hardly wait for
-the last layers.
+not delay a pass that other prompts share. So a prompt joins a pass only when the pass will hardly wait for
+the last layers of the prompt's fetch.
 
 Owns: one prompt's fetch. Does not know: how bytes travel, what is computed.
 """
@@ -27,7 +27,7 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 SILENCE_S = 1.0
-"""Seconds of the holder's silence after which the fetch is given up."""
+"""Seconds of the source's silence after which the fetch is given up."""
 _GRACE_S = 4.0
 """Seconds that a fetch of few blocks may take."""
 _SLOW_TOKENS_PER_S = 100
@@ -35,9 +35,10 @@ _SLOW_TOKENS_PER_S = 100
 
 
 class PrefixFetch:
-    """The fetch of the blocks at `indices` of a reservation.
+    """The fetch of the blocks at `indices` of a reservation, which begins at once, as a task.
 
-    Until its end, nothing else writes these blocks.
+    Until the fetch has ended, the worker may write only those of the blocks that the source turned out to
+    lack.
     """
 
     def __init__(
@@ -53,30 +54,30 @@ class PrefixFetch:
         self.error: MooncakeError | None = None
         """The error with which this worker's messenger ended the fetch, if any.
 
-        After a PoolFullError, a hanging holder may still write the fetch's pages, and no other pages are free
+        After a PoolFullError, a hanging source may still write the fetch's pages, and no other pages are free
         for these blocks.
         """
         self.sources = sources
         self._pool, self._reservation_id = pool, reservation_id
         self.begun_s = self.heard_s = time.monotonic()
-        """Times of the beginning, and of the holder's last sign of life."""
+        """Times of the beginning, and of the source's last sign of life, by `time.monotonic`."""
         num_tokens = len(indices) * pool.segment.layout.block_size
         self._deadline_s = self.begun_s + _GRACE_S + num_tokens / _SLOW_TOKENS_PER_S
         self._changed = threading.Condition()
         self._num_blocks = self._num_layers_of_all = 0
         """Two numbers of the latest report.
 
-        `_num_blocks` is how many leading blocks the holder has; blocks behind them will not arrive.
+        `_num_blocks` is how many leading blocks the source has; blocks behind them will not arrive.
         `_num_layers_of_all` is how many layers have arrived of all these blocks.
         """
         self._is_over = False
         self._heard = asyncio.Event()
-        """Event that is set at each sign of life of the holder, and at the end of the fetch."""
+        """Event that is set at each sign of life of the source, and at the end of the fetch."""
         self._fetching = asyncio.create_task(self._run())
 
     @property
     def expected_indices(self) -> list[int]:
-        """The indices of blocks that the holder turned out to have."""
+        """The indices of the blocks that the source turned out to have; empty before the first report."""
         return self.indices[: self._num_blocks]
 
     async def begun(self, compute_s: float = 0.0) -> None:
@@ -101,7 +102,7 @@ class PrefixFetch:
     async def ended(self, silence_s: float | None = SILENCE_S) -> None:
         """Wait for the end of the fetch.
 
-        The fetch is stopped if the holder is silent for `silence_s` seconds, or takes too long. If
+        The fetch is stopped if the source is silent for `silence_s` seconds, or takes too long. If
         `silence_s` is None, the fetch is never stopped.
         """
         await asyncio.wait([self._fetching], timeout=0)  # by then the messenger has been asked to fetch
@@ -135,7 +136,7 @@ class PrefixFetch:
             self._changed.notify_all()
 
     def _left_s(self, silence_s: float) -> float:
-        """Return the seconds for which the fetch is still awaited if the holder stays silent."""
+        """Return the seconds for which the fetch is still awaited if the source stays silent."""
         return min(self.heard_s + silence_s, self._deadline_s) - time.monotonic()
 
     def _is_near(self, compute_s: float) -> bool:

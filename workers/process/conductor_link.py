@@ -157,8 +157,9 @@ class ConductorLink:
     async def next_order(self) -> Order:
         """Return the next order about requests or blocks.
 
-        Orders about the instance itself are carried out here. Raises `SessionLostError`, or `ConfigError`
-        when the Conductor refuses this worker.
+        Orders about the instance itself are carried out here. Raises `SessionLostError` when the Conductor
+        has given this worker up or refuses it for now, and `ConfigError` when the Conductor refuses it for
+        good.
         """
         while True:
             message = await self._conductor.recv()

@@ -124,7 +124,7 @@ class Profiler:
 
 
 async def serve(process: WorkerProcess) -> None:
-    """Load the model, measure all sizes, and report the durations."""
+    """Load the model, measure each size of `grid` that is not too slow, and report each duration at once."""
     config = process.config
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
     dtype = checkpoint.dtype_of(config.dtype)

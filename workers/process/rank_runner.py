@@ -3,7 +3,7 @@
 A prompt is served as in a stage of a pipeline (`stage_runner`). Prefill passes and iterations come from the
 first rank, and are computed in the order in which they come.
 
-Owns: the loop of its passes. Does not know: the queue of prompts, the batch, the Conductor.
+Owns: the loop of the rank's passes. Does not know: the queue of prompts, the batch, the Conductor.
 """
 
 import asyncio

@@ -22,9 +22,10 @@ class Retirement:
         """Whether an operator has drained the instance, so that its supervisor must not start it again."""
 
     def grant(self, *, is_for_good: bool) -> None:
-        """Let the process end as soon as no KVCache is in flight. No request is left on the instance.
+        """Let the process end as soon as no KVCache is in flight.
 
-        `is_for_good` says whether an operator has drained the instance.
+        The Conductor says so when no request is left on the instance. `is_for_good` says whether an operator
+        has drained the instance.
         """
         self.is_for_good = is_for_good
         self.wanted.set()

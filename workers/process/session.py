@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 class LeaderSession:
     """The session of an instance's first worker.
 
-    It ends when messenger, Conductor, a later stage or another rank is lost. `layout` is the whole model's.
+    A session ends when messenger, Conductor, a later stage or another rank is lost. `layout` is the layout of
+    the whole model's blocks, not of the worker's layers or heads.
     """
 
     def __init__(
@@ -306,7 +307,10 @@ class LeaderSession:
 
     @property
     def _modules_endpoint(self) -> str:
-        """The endpoint for owners of modules on other hosts; empty for none."""
+        """The endpoint at which owners on other hosts reach this worker as a helper.
+
+        Empty if the worker does not listen for them.
+        """
         if self._modules_listener is None:
             return ""
         host = bracketed(self._process.config.messenger.hosts[0])

@@ -68,7 +68,8 @@ class DecodeBatch:
     def check_loans(self, sequence: Sequence) -> None:
         """Check that the pages lent to other instances leave enough pages for a sequence's longest output.
 
-        Raises NoRoomError.
+        Raises NoRoomError if they do not. A sequence whose longest output would not fit even without loans is
+        not refused here.
         """
         num_pages, allocator = sequence.most_pages(self._page_size), self._allocator
         num_own, num_usable = allocator.num_own, allocator.num_usable
@@ -115,9 +116,10 @@ class DecodeBatch:
         return True
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence to the next iteration. Its KVCache is in its device pages.
+        """Add a loaded or prepared sequence to the next iteration. A sequence that has left is ignored.
 
-        If a prepared sequence lacks KVCache, that iteration computes it.
+        The sequence's KVCache is in its device pages. Tokens of a prepared sequence that lack KVCache are
+        computed by the next iterations.
         """
         beside = {SequenceState.LOADING: self._loading, SequenceState.PREPARED: self._prepared}
         if sequence.state in beside:
@@ -154,8 +156,7 @@ class DecodeBatch:
             sequence.num_stays += 1
 
     def release_left(self) -> None:
-        """Set the event `left` of sequences that have left the batch, if no iteration computes with their
-        pages."""
+        """Set the event `left` of sequences that have left the batch and that no iteration computes with."""
         for sequence in self._leaving:
             if not sequence.is_in_flight:
                 sequence.note_left()
@@ -172,7 +173,10 @@ class DecodeBatch:
         }
 
     def unwritten_pages(self) -> set[int]:
-        """Return the numbers of device pages that have no KVCache yet. Valid while no iteration runs."""
+        """Return the pages of running and leaving sequences that have no KVCache yet.
+
+        Valid while no iteration runs.
+        """
         page_size = self._page_size
         return {
             page
@@ -248,11 +252,12 @@ class DecodeBatch:
         return [sequence for sequence in reversed(self._running) if not sequence.ends_in_flight]
 
     def _make_room(self, sequence: Sequence) -> int:
-        """Preempt one sequence, perhaps `sequence` itself, so that `sequence` can grow.
+        """Preempt at most one sequence, perhaps `sequence` itself, so that `sequence` can grow.
 
         The newest sequence that yields to `sequence` is preempted. If none yields, the newest sequence that
-        could not preempt `sequence` is preempted; this may be `sequence` itself. Returns the number of pages
-        that become free here, not at a helper.
+        could not preempt `sequence` is preempted; this may be `sequence` itself. None is preempted if other
+        sequences are about to run, or if `sequence` fails because it runs alone and cannot fit. Returns the
+        number of pages that become free here, not at a helper.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
@@ -260,10 +265,10 @@ class DecodeBatch:
             others = [other for other in self._newest_first if not shares.yields(sequence, other, 0, 0)]
         last = others[0]
         if last is sequence and self._loading:
-            return 0  # these are about to run
+            return 0  # sequences that are being loaded are about to run
         if len(self._running) == 1:
             if self._prepared:
-                return 0  # these are about to run, or to leave
+                return 0  # prepared sequences are about to run, or to leave
             if not self._fits(sequence):
                 self._fail(sequence)
                 return 0
@@ -285,7 +290,10 @@ class DecodeBatch:
     # -- admission ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit sequences in order while there are batch slots and pages. One page is kept for growth."""
+        """Admit waiting sequences in turn, and preempt others for them, while slots and pages suffice.
+
+        One page is kept for growth, unless the batch is empty.
+        """
         allocator = self._allocator
         while self._waiting:
             sequence = self._first_waiting()

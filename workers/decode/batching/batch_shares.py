@@ -52,8 +52,8 @@ class BatchShares:
     def yields(self, other: Sequence, claim: Sequence, num_slots: int, num_pages: int) -> bool:
         """Return whether `other`, which is in the batch, yields to `claim`.
 
-        `claim` needs `num_slots` more slots and `num_pages` more pages. No sequence yields to a sequence with
-        a higher priority number.
+        `claim` needs `num_slots` more slots and `num_pages` more pages. No sequence yields to a sequence of
+        the same answer, or to one with a higher priority number.
         """
         if other.request.priority < claim.request.priority:
             return False

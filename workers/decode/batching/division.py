@@ -1,4 +1,4 @@
-"""Running sequences whose first pages go to a helper, and back (BanaServe, section 4.1, split by sequence).
+"""The moves of running sequences' first pages to a helper and back (BanaServe, section 4.1, by sequence).
 
 Owns: which pages go, and what becomes of them when they have been copied. Does not know: when sequences are
 divided, how pages are copied, the helper.

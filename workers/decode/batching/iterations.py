@@ -55,7 +55,7 @@ class PlannedChunk(NamedTuple):
 
     @property
     def num_pairs(self) -> float:
-        """The number of pairs of one of these tokens and an earlier one that it attends to."""
+        """The number of pairs (token of this chunk, earlier token that it attends to)."""
         return prefill_quantities(self.num_tokens, self.sequence.next_start)[1]
 
 
@@ -98,7 +98,7 @@ class Iteration:
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
         """Tokens of inlined prompts in this iteration."""
         self.num_prompt_pairs = sum(chunk.num_pairs for chunk in planned if chunk.of_prompt)
-        """Pairs of such a token and an earlier one that it attends to."""
+        """Pairs (token of an inlined prompt in this iteration, earlier token that it attends to)."""
         self.began_s = self.forward_began_s = self.ended_s = self.forward_s = 0.0
         self._sent: PassAtHelper | None = None
         self.is_lost = False
@@ -153,7 +153,7 @@ class Iteration:
     def run(self) -> None:
         """Compute the iteration, after `begin` or `send_to_helper`, on the device thread.
 
-        Tells the other ranks of the group to compute the iteration too.
+        Tells the other ranks of the group to compute the iteration too. Sets `is_lost` if a helper is lost.
         """
         if self.is_lost:
             return
@@ -183,7 +183,7 @@ class Iteration:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the iteration draws."""
+        """The number of tokens that the iteration has drawn; 0 until the iteration has ended."""
         return len(self._tokens)
 
     def token_of(self, sequence: Sequence) -> int:
@@ -236,7 +236,7 @@ class Iterations:
     def receive(self) -> list[Iteration]:
         """Return the iterations that have ended since the last call.
 
-        A planned iteration that has not begun is cancelled.
+        A planned iteration that has not begun is cancelled. Raises the error of an iteration that has failed.
         """
         with self._lock:
             planned, self._planned = self._planned, None

@@ -71,9 +71,10 @@ class GroupBlocks:
 
     @property
     def num_sealed_blocks(self) -> int:
-        """The number of blocks stored for other requests or instances.
+        """The number of blocks that this rank has stored for other requests or instances.
 
-        The blocks are of answers, inlined prompts and pre-copies."""
+        The blocks are of answers, inlined prompts and pre-copies.
+        """
         return self._own.num_sealed_blocks
 
     def num_reserved_pages(self, sequence: Sequence) -> int:
@@ -123,7 +124,9 @@ class GroupBlocks:
     async def store(self, sequence: Sequence, *, is_parked: bool) -> None:
         """Store the sequence's full blocks in the pool.
 
-        If `is_parked`, the partial block is stored too, in a page without a key."""
+        If `is_parked`, the partial block is stored too, in a page without a key, and the blocks stay reserved
+        for the sequence. Raises PoolError.
+        """
         keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]

@@ -26,12 +26,13 @@ from mooncake.messages.requests import Flow
 TENANT_SHARE = 0.75
 """The largest share of the pool's pages for the reserved prompts of one tenant.
 
-A prompt that is the tenant's only one is allowed more."""
+A prompt that is the tenant's only one is allowed more.
+"""
 ANSWER_SHARE = 0.5
 """The largest share of the pool's pages for the reserved prompts of one answer.
 
-A prompt that is the answer's only one is allowed more."""
-
+A prompt that is the answer's only one is allowed more.
+"""
 LONG_SHARE = 7 / 8
 """The largest share of the pool's pages for long prompts. A single long prompt is allowed more."""
 _LONGEST_SHORT_SHARE = 1 / 64

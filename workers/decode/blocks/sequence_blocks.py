@@ -61,8 +61,7 @@ class SequenceBlocks:
         self._pool, self._transfers = pool, transfers
         self._holdings: dict[int, _Holding] = {}
         self.num_sealed_blocks = 0
-        """The number of blocks of answers, inlined prompts and pre-copies that were stored for others'
-        use."""
+        """The number of stored blocks of answers, inlined prompts and pre-copies, without parked blocks."""
 
     @property
     def is_empty(self) -> bool:

@@ -127,7 +127,8 @@ class HeldTokens:
     def begun(self, sequences: Iterable[Sequence]) -> None:
         """Release the tokens of sequences whose next tokens are being computed.
 
-        The caller takes the tokens at once, so `on_release` is not called."""
+        The caller takes the tokens at once, so `on_release` is not called.
+        """
         for sequence in sequences:
             if sequence in self._held:
                 self._release(sequence)
@@ -142,9 +143,10 @@ class HeldTokens:
         return list(released.values())
 
     def take(self, sequence: Sequence) -> tuple[str, TokenOutput] | None:
-        """Return the sequence's held token and its front's endpoint; None if no token is held.
+        """Return the sequence's token that is held, or released but not yet taken; None if there is none.
 
-        The caller must send the token."""
+        The token comes with the endpoint of its request's front. The caller must send the token.
+        """
         return self._held.pop(sequence, None) or self._released.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:

@@ -87,9 +87,9 @@ class _PromptOrder:
     def _follow(self, waiting: list[Sequence]) -> None:
         """Charge tokens to their tenants, forget the prompts that are not in `waiting`, and add the new ones.
 
-        A token is charged when its iteration has begun. Until then the plan can be taken back: if it was
-        charged already, its prompts would seem to need nothing more, and go before a shorter prompt that has
-        come meanwhile.
+        A token is charged when its iteration has begun, because a plan can be taken back until then. If
+        planned tokens were charged, their prompts would seem to need nothing more, and would go before a
+        shorter prompt that has come meanwhile.
         """
         for sequence, prompt in self._prompts.items():
             begun = min(sequence.next_start, len(sequence.request.token_ids))

@@ -44,8 +44,7 @@ class DecodePauses:
 
     @contextmanager
     def prefill(self, *, shares_cores: bool) -> Iterator[None]:
-        """Make a context in which a prompt counts as being prefilled on the batch's cores, if
-        `shares_cores`."""
+        """Make a context in which a prompt is being prefilled. It counts if the prefill `shares_cores`."""
         self._num_prefilled += shares_cores
         try:
             yield
@@ -53,7 +52,7 @@ class DecodePauses:
             self._num_prefilled -= shares_cores
 
     def ended(self, at_s: float) -> None:
-        """Record the end of an iteration, by the clock of `remaining_s`."""
+        """Record that an iteration ended at `at_s`, by the clock of `now_s` in `remaining_s`."""
         self._ended_s = at_s
 
     def remaining_s(self, chunks: Sequence[PlannedChunk], now_s: float, *, is_running: bool) -> float:

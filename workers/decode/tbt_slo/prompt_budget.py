@@ -14,7 +14,8 @@ from workers.decode.tbt_slo.tbt import IterationPredictors, PromptCost
 _LONGEST_S = 0.25
 """The most predicted seconds of the prompt tokens in an iteration without a TBT SLO.
 
-A prompt that arrives while the iteration runs waits for the iteration's end."""
+A prompt that arrives while the iteration runs waits for the iteration's end.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,8 @@ class PromptBudget:
 
         Returns:
             The allowance. It has no tokens for the first iterations that decode with an SLO, because the
-            duration of iterations without prompts must be learned first, and only the least number of tokens
-            while another duration is unknown.
+            duration of iterations without prompts must be learned first. It has only the least number of
+            tokens for other iterations while a duration is unknown.
         """
         cost, limits = self._predictors.prompt_cost, self._limits
         if tbt_slo_s is None:

@@ -29,18 +29,22 @@ MIN_ITERATIONS = 8
 MAX_MIXED_IN_A_ROW = 64
 """The number of consecutive iterations with prompts after which `tbt` learns from such iterations."""
 _TOKENS_PER_UNIT = 1000.0
-"""The number of KV tokens or pairs in one unit of the linear functions, so that the features have similar
-sizes."""
+"""The number of KV tokens or pairs in one unit of the linear functions.
+
+With this unit the features have similar sizes.
+"""
 _RIDGE = 0.01
 """A variance of a feature that is too small to learn from.
 
-The features are requests, 1,000 KV tokens, and 1,000 pairs of a prompt token."""
+The features are requests, 1,000 KV tokens, and 1,000 pairs of a prompt token.
+"""
 
 
 class _Moments(NamedTuple):
     """Weighted sums of products of two deviations from the means.
 
-    The deviations are those of requests (b), 1,000 KV tokens (k) and seconds (s)."""
+    The deviations are those of requests (b), 1,000 KV tokens (k) and seconds (s).
+    """
 
     bb: float = 0.0
     bk: float = 0.0
@@ -52,7 +56,8 @@ class _Moments(NamedTuple):
 class _PromptSums(NamedTuple):
     """Weighted sums over iterations with prompts.
 
-    An iteration has n prompt tokens with m thousand pairs each, which add s seconds."""
+    An iteration has n prompt tokens with m thousand pairs each (`PromptCost`), which add s seconds.
+    """
 
     n: float = 0.0
     nm: float = 0.0
@@ -120,8 +125,8 @@ class PromptCost:
     """A linear function of tokens and pairs that predicts the seconds that prompts add to an iteration.
 
     A pair is a prompt token and an earlier token that it attends to (`mooncake.messages.costs`). The function
-    has no constant. So an iteration's seconds for one token are a line in the mean pairs of its tokens, and
-    this line is fitted. Each iteration weighs as much as it has tokens.
+    has no constant. So the seconds for one prompt token are a linear function of the number of pairs for each
+    token. This function is fitted. The weight of an iteration is its number of prompt tokens.
     """
 
     def __init__(self) -> None:
@@ -161,7 +166,7 @@ class PromptCost:
         return 2 * seconds / divisor if divisor else math.inf
 
     def _slopes(self) -> tuple[float, float]:
-        """Return the seconds of one more token and of one more pair, neither negative."""
+        """Return the seconds that one more token adds, and one more pair; neither is negative."""
         n, nm, nmm, s, ms = self._sums
         mean_m, mean_s = nm / n, s / n
         unit_s = (ms / n - mean_m * mean_s) / (nmm / n - mean_m * mean_m + _RIDGE)
@@ -222,7 +227,7 @@ class IterationPredictors:
             num_decoded: The number of sequences that were decoded.
             num_kv_tokens: The number of tokens of all these sequences together.
             num_prompt_tokens: The number of prompt tokens that were computed.
-            num_prompt_pairs: The number of pairs of such a token and an earlier one that it attends to.
+            num_prompt_pairs: The number of pairs (prompt token, earlier token that it attends to).
             seconds: The duration.
         """
         if not num_prompt_tokens:
@@ -240,10 +245,10 @@ class IterationPredictors:
         self.prompt_cost.observe(num_prompt_tokens, num_prompt_pairs, seconds - (decoding_s or 0.0))
 
     def batch_tbt_s(self, num_requests: int, num_kv_tokens: int, max_batch: int) -> float | None:
-        """Return the predicted TBT, in seconds, of requests that share a batch of at most `max_batch`; None
-        without a prediction.
+        """Return the predicted seconds of TBT of requests that share a batch of at most `max_batch`.
 
-        `num_kv_tokens` counts the tokens of all `num_requests` requests together.
+        `num_kv_tokens` counts the tokens of all `num_requests` requests together. Returns None without a
+        prediction.
         """
         batched, delay = batch_share(num_requests, max_batch)
         iteration_s = self.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
@@ -252,8 +257,11 @@ class IterationPredictors:
     def too_slow(
         self, num_requests: int, num_kv_tokens: int, max_batch: int, tbt_slo_s: float
     ) -> TooSlow | None:
-        """Return the predicted TBT of these requests if they would miss the TBT SLO; None if they would not,
-        and without a prediction. The arguments are those of `batch_tbt_s`."""
+        """Return the predicted TBT of requests that would miss the TBT SLO.
+
+        Returns None if they would meet the SLO with a margin, and without a prediction. The first arguments
+        are those of `batch_tbt_s`.
+        """
         empty_s = self.tbt.predict_s(0, 0)
         tbt_s = self.batch_tbt_s(num_requests, num_kv_tokens, max_batch)
         if empty_s is None or tbt_s is None:

@@ -232,15 +232,18 @@ class DeviceKVCache:
         return before
 
     def reset(self) -> None:
-        """Return to an arrangement with all modules in this process, all pages free, nothing copied."""
+        """Return to the arrangement with all modules in this process, in new memory.
+
+        No page may be in use, because no page is copied.
+        """
         self._tensors = []  # else both arrangements would take memory
         self.rearrange(self.new_layers(self.pages.num_own, len(self.kv_heads)), None)
         self.take_memory_beside()
 
     def lend(self, num_pages: int) -> list[int]:
-        """Take free pages, and return their memory to the operating system until `end_loan`.
+        """Take free pages, and return their memory to the operating system. Returns the pages' numbers.
 
-        The pages are adjacent where possible. Only on a CPU. Raises OutOfPages.
+        The pages are adjacent where possible, and lent until `end_loan`. Only on a CPU. Raises OutOfPages.
         """
         pages = self.pages.lend(num_pages)
         with self._memory_lock:

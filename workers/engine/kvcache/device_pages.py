@@ -14,7 +14,7 @@ When a sequence gets pages, so many pages of this process shall stay free. If fe
 the sequence's pages go to a helper.
 """
 LONG_SHARE = 1 / 32
-"""A sequence counts as long if it has at least this share of this process's pages.
+"""The least share of this process's pages with which a sequence counts as long.
 
 For shorter sequences the exchange with a helper costs more than it saves.
 """
@@ -152,7 +152,10 @@ class DevicePages:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Free pages. They can be allocated again at once, except closed pages and any since `keep_freed`."""
+        """Free pages. They can be allocated again at once.
+
+        The exceptions are closed pages, and all pages that are freed after `keep_freed`.
+        """
         for page in pages:
             assert not self._is_free[page], f"page {page} is already free"
             self._is_free[page] = True
@@ -180,10 +183,8 @@ class DevicePages:
     def rearrange(self, num_here: int, num_hosted: int = 0, hosted_share: Fraction = Fraction(0)) -> None:
         """Change the numbers of pages: `num_here` of this process, and `num_hosted` at a helper.
 
-        All of them may be allocated then, as after `reopen`.
-
-        Page numbers stay. Pages that do not exist in the new arrangement must be free. `hosted_share` is the
-        share of a sequence's pages that is to be at the helper.
+        Page numbers stay. Pages that do not exist in the new arrangement must be free. No page is closed
+        afterwards. `hosted_share` is the share of a sequence's pages that is to be at the helper.
         """
         num_pages = num_here + num_hosted
         assert all(self._is_free[num_pages:])

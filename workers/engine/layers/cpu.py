@@ -71,7 +71,10 @@ class CpuLayers:
                 give_back(matrix)  # malloc would keep it
 
     def free_layers(self, layers: range) -> None:
-        """Return the memory of consecutive layers to the system. No computation may use them meanwhile."""
+        """Return the memory of consecutive layers to the system.
+
+        No computation may use these layers until `load_layers` has loaded them again.
+        """
         freed = [self._layers.pop(layer) for layer in layers]
         give_back_all(packed for layer in freed for packed in layer.packed)
 
