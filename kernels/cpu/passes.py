@@ -52,7 +52,10 @@ def write_pass(
     page_tables: Sequence[np.ndarray],
     page_size: int,
 ) -> int:
-    """Write the description of a pass into `ints` (int32), which must have room for it. Returns its bytes."""
+    """Write the description of a pass into `ints` (int32), which must have room for the description.
+
+    Returns the description's number of bytes.
+    """
     tables = [table[: -(-kv_len // page_size)] for table, kv_len in zip(page_tables, kv_lens, strict=True)]
     nums_pages = [len(table) for table in tables]
     header = [len(query_lens), sum(nums_pages), layers.start, layers.stop]

@@ -16,8 +16,8 @@ import torch
 SPAN_FIELDS = 5
 """The number of fields of a span.
 
-They are: row of its first query, number of tokens, first position, index of the first page, keys of one part
-of a decoded sequence (`decode_attention`).
+The fields: row of the span's first query, number of tokens, first position, index of the first page, keys of
+one part of a decoded sequence (`decode_attention`).
 """
 
 

@@ -188,8 +188,8 @@ class DecodeRunner:
     def why_no_prompts(self) -> str:
         """The reason why this instance can carry out no `Prefill` order; empty if it can.
 
-        It cannot while modules are at a helper, or move: a move switches layers and heads between two
-        iterations, when a prefill pass might be running.
+        A move of modules switches layers and heads between two iterations, when a prefill pass might be
+        running. So no such order is carried out while modules move or are at a helper.
         """
         helper = self.modules.helper
         return f"modules of it are at {helper}, or move" if helper else ""
@@ -232,7 +232,7 @@ class DecodeRunner:
         return held
 
     def take_joining(self) -> list[Joining]:
-        """Return the progress of requests into the batch since the last call."""
+        """Return the waits that requests on their way into the batch have ended since the last call."""
         return self._runs.take_joining()
 
     def reserve(self, order: Reserve) -> None:

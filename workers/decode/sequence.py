@@ -79,7 +79,10 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens whose KVCache was found, not computed."""
     num_computed_tokens: int = 0
-    """Tokens behind the cached ones that iterations have computed; counted until the first token is drawn."""
+    """The number of tokens behind the cached ones that iterations have computed.
+
+    The number is valid until this attempt has drawn a token.
+    """
     state: SequenceState = SequenceState.NEW
     in_flight_until: int | None = None
     """The number of tokens with KVCache after the planned or running iteration; None if there is none."""
@@ -149,7 +152,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The sort key of the batch's order, by arrival and priority. It never changes.
+        """The sort key of the batch's order, by arrival and priority. The key never changes.
 
         The sequence with the lowest key is the first of the wait queue. Among sequences with equal shares it
         is the last to be preempted.

@@ -46,8 +46,8 @@ Its second argument is the reason for an early end, or an empty string.
 class SequenceRuns:
     """The sequences of one instance, each found by its attempt (`Ref`).
 
-    `open` adds a sequence. Its caller makes it enter or join the batch. Then `complete` decodes it to its
-    end.
+    `open` adds a sequence. The caller of `open` then makes the sequence enter or join the batch, and calls
+    `complete`, which decodes the sequence to its end.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class SequenceRuns:
         self._joining: list[Joining] = []
 
     def take_joining(self) -> list[Joining]:
-        """Return the progress of requests into the batch since the last call."""
+        """Return the waits that requests on their way into the batch have ended since the last call."""
         joining, self._joining = self._joining, []
         return joining
 
     def note_joining(self, sequence: Sequence) -> None:
-        """Record the progress of a sequence into the batch."""
+        """Record the waits that a sequence on its way into the batch has ended so far."""
         self._joining.append(Joining(sequence.ref, sequence.arrival_s, sequence.joining_s))
 
     @contextlib.asynccontextmanager

@@ -54,7 +54,7 @@ class Layers(Protocol):
 
 
 class PassAtHelper(NamedTuple):
-    """A pass that was sent to a helper, which computes the layers `hosted`, and its `number` there."""
+    """A pass that was sent to a helper. `number` is the pass's number, `hosted` the layers at the helper."""
 
     hosted: HostedLayers
     number: int
@@ -217,7 +217,7 @@ class DecoderModel:
     def load_freed_layers(self, fill: Callable[[Weights], None]) -> None:
         """Load the weights of freed layers again, while other layers may compute. Blocking.
 
-        `fill` fills the weights that it gets. If it raises an error, the layers stay freed.
+        `fill` fills the weights that it gets. If `fill` raises an error, the layers stay freed.
         """
         if self.freed_layers:
             weights = Weights(
@@ -254,7 +254,7 @@ class DecoderModel:
     def graph_sizes(self, max_batch: int) -> list[int]:
         """Return the batch sizes of the graphs that batches of up to `max_batch` need, ascending.
 
-        Without graphs it is `[1]`.
+        Without graphs the result is `[1]`.
         """
         return [1] if self._triton is None else cuda.graph_sizes(max_batch)
 

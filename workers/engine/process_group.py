@@ -21,7 +21,7 @@ from workers.engine.tensor_parallel import RankLost, TensorShard
 def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
     """Return the collective calls of a rank, for use in any of its successive groups.
 
-    They raise RankLost outside of any group.
+    The calls raise RankLost outside of any group.
     """
     all_reduce = _all_reduce_by_nccl if device.type == "cuda" else _all_reduce_in_order
     return TensorShard(rank, size, all_reduce, _all_gather)

@@ -75,7 +75,7 @@ class Executor:
 
     @property
     def device_name(self) -> str:
-        """The name of the GPU or processor. Instances with the same name are equally fast."""
+        """The name of the GPU or processor. Instances with the same name count as equally fast."""
         return device_name(self.kv.device)
 
     def load_freed_layers(self) -> None:

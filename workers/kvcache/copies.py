@@ -40,9 +40,9 @@ class BlockCopy(Protocol):
     def pool_page(self) -> int: ...
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the xxh3-64 of a layer in its pool page, if this process keeps it.
+        """Return the xxh3-64 of a layer in its pool page if this process keeps the checksum, else None.
 
-        None if the pool's page table has the checksum: that is so once the layer is committed.
+        The pool's page table has the checksum once the layer is committed.
         """
 
 

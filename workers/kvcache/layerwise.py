@@ -66,7 +66,7 @@ class PassPart:
 
     `await_pool(layer)` blocks the load thread until the layer of all `loads` is in the pool, and returns
     False if the layer will not arrive. `on_stored(layer, blocks, checksums)` is called on the store thread. A
-    dropped part is still computed if its pass has other parts, and its results are ignored.
+    dropped part is still computed if its pass has parts that are not dropped; its results are ignored.
     """
 
     chunk: Chunk

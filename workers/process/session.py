@@ -88,7 +88,8 @@ class LeaderSession:
     async def run(self) -> None:
         """Serve requests until the session ends.
 
-        Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
+        Raises `ConfigError` when the Conductor refuses this worker. Otherwise the session ends with
+        `SessionLostError`, or with `PoolError` if the messenger is lost while the session begins.
         """
         try:
             await asyncio.to_thread(self._executor.load_freed_layers)  # freed by the previous session

@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     """Make a context with a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, however many tasks fail: a `ConfigError` or `EngineLostError` if there is one, because
-    the next session would fail with it too. Otherwise the error is a `SessionLostError`.
+    Raises one error, however many peers are lost: a `ConfigError` or `EngineLostError` if there is one,
+    because the next session would fail with it too. Otherwise the error is a `SessionLostError`. Unexpected
+    errors are raised as a group.
     """
     ended_by: Exception | None = None
     try:

@@ -58,7 +58,8 @@ class StageSession:
     async def run(self) -> None:
         """Serve prompts until the session ends.
 
-        Raises `SessionLostError`, or `ConfigError` when the previous stage refuses this stage.
+        Raises `ConfigError` when the previous stage refuses this stage. Otherwise the session ends with
+        `SessionLostError`, or with `PoolError` if the messenger is lost while the session begins.
         """
         pool = await WorkerClient.connect(
             self._process.messenger_socket,

@@ -1,8 +1,8 @@
 """First tokens that a Conductor may not have received. They are sent to its successor again.
 
 Messages arrive in order, so the answer to a heartbeat shows that all messages before the heartbeat were
-received. A prompt leaves the prefill instance as soon as its KVCache is sent. If the message with its first
-token were lost then, the decode instance would wait for it in vain.
+received. A prompt leaves the prefill instance as soon as its KVCache is sent. If the message with the first
+token were lost then, the decode instance would wait in vain for the first token.
 
 Owns: the first tokens that were sent and not confirmed. Does not know: sockets.
 """

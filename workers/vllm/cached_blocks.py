@@ -74,6 +74,8 @@ class CachedBlocks:
     def receive(self, sequence: int, payload: bytes) -> list[Change] | None:
         """Apply a batch of events, msgpack-encoded by vLLM, and return the changes.
 
+        If the batch cannot be decoded, all known blocks are dropped.
+
         Returns:
             The changes; an empty list for a batch that was received before. None if earlier batches are
                 missing: they must be replayed or skipped first.

@@ -40,7 +40,7 @@ class Computing:
     def of(cls, process: WorkerProcess, inherited: Mapping[str, str]) -> "Computing":
         """Return the settings for an instance whose worker has the environment `inherited`.
 
-        They are empty if `vllm.options` choose another executor, or if `inherited` binds vLLM to cores.
+        Both are empty if `vllm.options` choose another executor, or if `inherited` binds vLLM to cores.
         """
         config = process.config
         is_chosen = any(option.startswith(_OTHERWISE) for option in config.vllm.options)

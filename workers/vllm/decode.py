@@ -25,8 +25,8 @@ Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 class VllmDecode:
     """The decode runner of a vLLM instance.
 
-    It answers `Reserve` with `Reserved`, emits tokens, and ends with `Finished`. The prompt's blocks are sent
-    here, and `Decode` brings the first token, unless the prompt is inlined.
+    The runner answers `Reserve` with `Reserved`, emits tokens, and ends with `Finished`. Unless the prompt is
+    inlined, its blocks are sent here, and `Decode` brings its first token.
     """
 
     def __init__(self, attempts: Attempts, arrival_timeout_s: float, emit: Emit) -> None:

@@ -1,9 +1,9 @@
 """A command that ends with the process that started it: `python -m workers.vllm.guard COMMAND...`.
 
-The command and its processes are a session of their own. They end when this process's stdin closes, which
-also happens when the process at the other end of the pipe is killed. In any case their shared memory and
-semaphores of Python's `multiprocessing` are removed, and so are the entries of Intel's OpenMP in shared
-memory.
+The command and its processes are a Unix session of their own. This process ends all of them when its stdin
+closes, which also happens when the process at the other end of the pipe is killed. In any case their shared
+memory and semaphores of Python's `multiprocessing` are removed, and so are the entries of Intel's OpenMP in
+shared memory.
 
 Owns: the end of these processes. Does not know: their work.
 """

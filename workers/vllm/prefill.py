@@ -22,7 +22,7 @@ _POLL_S = 0.005
 class VllmPrefill:
     """The prefill runner of a vLLM instance.
 
-    It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
+    The runner answers each `Prefill` order with `Prefilled` or `WorkFailed`.
     """
 
     def __init__(self, attempts: Attempts) -> None:

@@ -99,7 +99,7 @@ def trace_headers(request: Request) -> dict[str, str]:
 
 
 class VllmServer:
-    """A vLLM server that answers requests. `running` makes it."""
+    """A vLLM server that answers requests, started by `running`."""
 
     def __init__(
         self,

@@ -64,7 +64,9 @@ class VllmSession:
     async def run(self) -> None:
         """Serve orders until the session ends.
 
-        Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
+        Raises `ConfigError` when the Conductor refuses this worker, and `EngineLostError` when vLLM is lost.
+        Otherwise the session ends with `SessionLostError`, or with `PoolError` if the messenger is lost while
+        the session begins.
         """
         await await_leader(self._leaders)
         self._pool = await WorkerClient.connect(

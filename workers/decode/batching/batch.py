@@ -24,10 +24,10 @@ _by_rank = attrgetter("rank")
 
 
 class FullPage(NamedTuple):
-    """A device page that is full of tokens, with the block of a sequence that it holds.
+    """A device page that is full of tokens, with the number of the sequence and of its block in the page.
 
     `stay` counts how often the sequence had left the device before. So the page counts as another `FullPage`
-    when it goes to another sequence, and when its sequence leaves the device and gets it again.
+    when another sequence gets the page, and when the sequence leaves the device and gets the page again.
     """
 
     sequence: int
@@ -82,8 +82,8 @@ class DecodeBatch:
     def enter(self, sequence: Sequence) -> None:
         """Queue a sequence for admission.
 
-        The KVCache of the sequence is not on the device. Either it is complete in the pool or in host memory,
-        or iterations here will compute the missing part.
+        The KVCache of the sequence is not on the device. Either all of the KVCache is in the pool or in host
+        memory, or iterations here will compute the missing part.
         """
         assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
         sequence.state = SequenceState.WAITING

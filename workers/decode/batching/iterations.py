@@ -46,7 +46,7 @@ _PLANNING_S = 0.003
 class PlannedChunk(NamedTuple):
     """The next `num_tokens` tokens of a sequence in an iteration.
 
-    They are tokens of its prompt, or its newest token when the sequence is being decoded.
+    The tokens are some of its prompt, or its newest token when the sequence is being decoded.
     """
 
     sequence: Sequence
@@ -227,7 +227,7 @@ class Iterations:
         self._at_helper: deque[Iteration] = deque()
         """Iterations in flight that are at the helper.
 
-        Their remaining layers are computed when it has answered.
+        Their remaining layers are computed when the helper has answered.
         """
         self._num_idle_calls = 0
         """The number of calls that are queued or run on the device thread, and have no iteration yet."""

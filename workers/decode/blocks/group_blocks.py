@@ -60,7 +60,7 @@ class ReservedPages(NamedTuple):
 class GroupBlocks:
     """The blocks of all sequences in all ranks of a group. `own` has the blocks of this rank.
 
-    When a method returns or raises, all ranks have ended its work.
+    When a method returns or raises, all ranks have ended its work, except after the loss of a rank.
     """
 
     def __init__(

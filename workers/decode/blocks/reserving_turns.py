@@ -2,8 +2,8 @@
 
 A reserved prompt holds its pages until its sequence joins the batch, perhaps long after its prefill. So the
 prompts of a tenant hold at most a share of the pool, and the prompts of an answer hold at most a smaller
-share. The remaining pages are headroom for other tenants: their prompts need not wait until the batch has
-served all earlier prompts. The next prompt comes from the tenant that holds the fewest pages, and within the
+share. The remaining pages are left to other tenants: their prompts need not wait until the batch has served
+all earlier prompts. The next prompt comes from the tenant that holds the fewest pages, and within the
 tenant from the answer that holds the fewest pages. Among equals the oldest prompt is the next.
 
 A waiting prompt counts with pages for all of its blocks, even if the pool has some of the blocks: a block can

@@ -200,9 +200,9 @@ class DevicePages:
         self._free_hosted = [page for page in self._free_hosted if page < first]
 
     def keep_freed(self) -> None:
-        """Keep pages that are freed from now on closed until `rearrange`.
+        """Let pages that are freed from now on be closed until `rearrange`.
 
-        A lost helper may still write to them.
+        A lost helper may still write to these pages.
         """
         self._keeps_freed = True
 
