@@ -232,7 +232,7 @@ class DecodeRunner:
         return held
 
     def take_joining(self) -> list[Joining]:
-        """Return the waits that requests on their way into the batch have ended since the last call."""
+        """Return how long requests have waited on their way into the batch, as known since the last call."""
         return self._runs.take_joining()
 
     def reserve(self, order: Reserve) -> None:

@@ -75,12 +75,12 @@ class SequenceRuns:
         self._joining: list[Joining] = []
 
     def take_joining(self) -> list[Joining]:
-        """Return the waits that requests on their way into the batch have ended since the last call."""
+        """Return how long requests have waited on their way into the batch, as known since the last call."""
         joining, self._joining = self._joining, []
         return joining
 
     def note_joining(self, sequence: Sequence) -> None:
-        """Record the waits that a sequence on its way into the batch has ended so far."""
+        """Record how long a sequence has waited so far on its way into the batch."""
         self._joining.append(Joining(sequence.ref, sequence.arrival_s, sequence.joining_s))
 
     @contextlib.asynccontextmanager

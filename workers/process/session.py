@@ -235,8 +235,8 @@ class LeaderSession:
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
         """Return the wait queue of prompts, for passes of at most `chunk` tokens.
 
-        In a pipeline of X stages a pass may have X times as many tokens. With a layer window, in this stage
-        or another one, passes end with whole blocks.
+        In a pipeline of X stages a pass may have X times as many tokens, unless `pipeline.chunks` is `fixed`.
+        Passes end with whole blocks if `worker.prefill_layer_window` limits the layers in memory.
         """
         config, page_size = self._process.config, self._executor.kv.page_size
         pipeline = config.pipeline
