@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 _MAX_BLOCK_ROWS = 128
 _MIN_BLOCK_ROWS = 16
 _MAX_BLOCK_SCORES = 1 << 19
-# Decode queries with at most this number of keys are computed together, whatever their lengths.
+# Decode queries with at most this number of keys are computed together, however many keys each of them has.
 _MIN_SPLIT_KEYS = 256
 
 
@@ -213,7 +213,7 @@ def _plan_prefill(
     block_rows = _MAX_BLOCK_SCORES // num_seen // _MIN_BLOCK_ROWS * _MIN_BLOCK_ROWS
     block_rows = min(_MAX_BLOCK_ROWS, max(_MIN_BLOCK_ROWS, block_rows))
     spans = [(s, min(s + block_rows, query_len)) for s in range(0, query_len, block_rows)]
-    # Blocks begin with whole pages, so that their parts of the mask are aligned, as CUDA kernels want.
+    # The keys of a block begin with a whole page, so that its part of the mask is aligned for CUDA kernels.
     first_pages = [_first_seen(start + first, sliding_window) // geometry.page_size for first, _ in spans]
     first_keys = [page * geometry.page_size for page in first_pages]
     # One mask serves all blocks. Column c is the key `c - reach` positions after a block's first query.

@@ -119,7 +119,8 @@ def supported_isas(cpuinfo: str) -> list[Isa]:
 def load_library(isa: Isa) -> Library:
     """Return the kernels of an instruction set, compiled at the first call, in some seconds.
 
-    Raises NativeCodeError.
+    Raises NativeCodeError if the kernels cannot be compiled, or if this process may not use the processor's
+    tile registers.
     """
     library = Library(isa, load(_SOURCE, (*_ARCHITECTURE[isa], *_FLAGS)))
     if isa is Isa.AMX and not library.code.may_use_tiles():

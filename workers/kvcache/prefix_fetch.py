@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 SILENCE_S = 1.0
 """Seconds of the source's silence after which the fetch is given up."""
 _GRACE_S = 4.0
-"""Seconds that a fetch of few blocks may take."""
+"""The part of a fetch's time limit that does not depend on the number of blocks, in seconds."""
 _SLOW_TOKENS_PER_S = 100
 """Tokens a second of an instance that computes slowly. A slower fetch does not pay."""
 

@@ -1,8 +1,8 @@
 """The profiler of a device: `python -m workers.process.profile`, started by `mooncake-serve profile`.
 
 The profiler computes like a worker, but without other processes: prompts in passes of `worker.prefill_chunk`
-tokens behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports the duration
-for each size of prompt and of batch.
+tokens behind existing KVCache, and iterations of batches up to `worker.max_batch`. The profiler reports the
+duration for each size of prompt and of batch that does not take too long.
 
 Owns: the measurements. Does not know: how they are used.
 """
@@ -132,7 +132,7 @@ async def serve(process: WorkerProcess) -> None:
     executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
     kv = executor.kv
     profiler = Profiler(executor, pick_prefill_chunk(config.worker.prefill_chunk, kv.device))
-    # A sequence does not share its last page: each may waste one.
+    # A sequence does not share its last page, so each sequence may waste one page.
     num_tokens = (kv.pages.num_pages - config.worker.max_batch) * kv.page_size
     sizes = grid(num_tokens, kv.spec.max_position, config.worker.max_batch)
     for number, size in enumerate(sizes):

@@ -293,7 +293,7 @@ async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
     finally:
         try:
             child.stdin.close()
-            # Linux does not let a process end that hangs in a driver: such a process is left behind.
+            # Linux cannot end a process that hangs in a driver: such a process is left behind.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), GRACE_S + TRACKER_S + 1)
         finally:

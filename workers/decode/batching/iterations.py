@@ -102,7 +102,7 @@ class Iteration:
         self.began_s = self.forward_began_s = self.ended_s = self.forward_s = 0.0
         self._sent: PassAtHelper | None = None
         self.is_lost = False
-        """Whether the iteration has no results, because a helper that has modules did not answer."""
+        """Whether the iteration has no results, because a helper did not answer in it or in `before`."""
         self._tokens: list[int] = []
         """The drawn tokens, one for each draw; empty until the iteration has ended."""
         self._logprobs: dict[int, TokenLogprobs] = {}

@@ -35,9 +35,9 @@ from workers.groups.rank_messages import (
 from workers.kvcache.reserving import reserve_prompt
 
 _PROMOTIONS_TIMEOUT_S = 1.0
-"""Seconds that the pool has to promote the blocks of a store that only SSD has.
+"""Seconds in which the pool must promote those blocks of a store that it has only on SSD.
 
-Without room a store fails at once, because other sequences wait for its device pages.
+A store does not wait for room in the pool, because other sequences wait for the stored device pages.
 """
 
 

@@ -19,8 +19,8 @@ DECAY = 0.995
 PROMPT_DECAY = 0.95
 """The weight of an iteration with prompts relative to the next such iteration, for `PromptCost`.
 
-About 20 iterations count: fewer say too little of the cost of positions, and more follow a machine that
-becomes slower too late.
+About 20 iterations count. Fewer would say too little about the cost of positions. With more, the predictions
+would follow too late when the machine becomes slower.
 """
 ERROR_DECAY = 0.9
 """The weight of an iteration with prompts relative to the next such iteration, for `PredictionError`."""

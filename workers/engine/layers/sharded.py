@@ -56,7 +56,7 @@ class ShardedLayers:
     def forward_layer(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        # The residual is added after the sum: in bfloat16 the parts would be rounded at its larger size.
+        # The residual is added after the sum: bfloat16 would round a part that includes it more coarsely.
         attended = self._parts.attention(layer, hidden, batch, kv)
         self._shard.all_reduce(attended)
         hidden = attended.add_(hidden)
