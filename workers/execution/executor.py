@@ -79,7 +79,10 @@ class Executor:
         return device_name(self.kv.device)
 
     def load_freed_layers(self) -> None:
-        """Load the weights of layers that had been freed, on the caller's thread. Raises ModelError."""
+        """Load the weights of layers that had been freed, on the caller's thread.
+
+        Raises ModelError if the checkpoint has changed or cannot be read.
+        """
         if self.model.freed_layers:
             assert self._refill is not None
             self.model.load_freed_layers(self._refill)

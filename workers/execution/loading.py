@@ -84,7 +84,10 @@ def load_executor(
 
 
 def refill(checkpoint: Checkpoint, weights: Weights) -> None:
-    """Fill weights from `checkpoint`, from which the same layers were loaded before. Raises ModelError."""
+    """Fill weights from `checkpoint`, from which the same layers were loaded before.
+
+    Raises ModelError if the checkpoint has changed or cannot be read.
+    """
     check_unchanged(checkpoint)
     try:
         if checkpoint.kind is CheckpointKind.DUMMY:

@@ -189,7 +189,10 @@ class VllmServer:
 
 
 def _output_of(line: str) -> Output | None:
-    """Return the output in a line of an answer; None without one. Raises AnswerLostError."""
+    """Return the output in a line of an answer; None if the line has none.
+
+    Raises AnswerLostError if the line says that vLLM has given up the answer.
+    """
     if not line.startswith(_EVENT) or line == _END:
         return None
     event = msgspec.json.decode(line.removeprefix(_EVENT), type=_Event)

@@ -139,7 +139,7 @@ class SequenceBlocks:
             raise PoolError(f"{len(damaged)} blocks were damaged in the pool and have been dropped")
 
     async def _store(self, holding: _Holding, work: StoreBlocks) -> None:
-        """Store blocks whose device pages no iteration writes. Raises PoolFullError."""
+        """Store blocks whose device pages no iteration writes. Raises PoolFullError if there is no room."""
         if not work.keys and not work.num_private:
             return
         reservation = await self._reserve(work.keys, work.num_private, work.tenant)
