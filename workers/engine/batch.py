@@ -51,7 +51,7 @@ class HostedSequences(NamedTuple):
     query_lens: list[int]
     kv_lens: list[int]
     page_tables: list[np.ndarray]
-    """The pages of each sequence at the helper, by their numbers there."""
+    """Each sequence's pages at the helper, by their numbers in the helper's memory."""
     tokens: np.ndarray
     """The rows of these sequences' new tokens in the pass: int64, on the CPU."""
 

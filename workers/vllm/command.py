@@ -27,9 +27,10 @@ _OTHERWISE = (_EXECUTOR, "--tensor-parallel-size", "-tp", "--pipeline-parallel-s
 class Computing:
     """The way in which vLLM for CPUs computes: in its engine's process, with a number of threads chosen here.
 
-    By default vLLM computes in a separate process beside the engine's, which can be bound to cores. While one
-    of the two processes works, the other one polls: this takes a second core, or half of the time of a single
-    core. So vLLM computes in the engine's process here, unless the environment binds vLLM to cores.
+    By default vLLM computes in a further process, which can be bound to cores, beside the engine's process.
+    While one of the two processes works, the other one polls: this takes a second core, or half of the time
+    of a single core. So vLLM computes in the engine's process here, unless the environment binds vLLM to
+    cores.
     """
 
     environment: dict[str, str]

@@ -14,9 +14,9 @@ from workers.engine.kvcache.device_pages import DevicePages
 _LEAST_DIVIDED = 4
 """The fewest full pages of a running sequence that are worth a pause between two iterations."""
 _DIVIDED_AGAIN = 16
-"""The number of movable pages that is always worth a second division, and its pause.
+"""The number of movable pages with which a second division is always worth its pause.
 
-If fewer sequences run, one movable page for each of them is enough.
+If fewer sequences run than this number, one movable page for each running sequence is enough.
 """
 
 
