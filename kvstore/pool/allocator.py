@@ -89,7 +89,8 @@ class PageAllocator:
     def remove_user(self, pages: Iterable[int], *, used: bool = True) -> list[int]:
         """Remove a user from each of `pages`. Returns the pages that are not SEALED and have no user left.
 
-        If `used`, SEALED pages count as used just now, in this order.
+        If `used`, SEALED pages count as used just now, the last one as the most recent. The caller must free
+        the returned pages.
         """
         state_of, num_users_of, last_use_of = self.table.state_of, self.num_users_of, self.table.last_use_of
         ended = []
@@ -111,7 +112,10 @@ class PageAllocator:
     # -- blocks -----------------------------------------------------------------------------------
 
     def take(self, num_pages: int, writer: PageWriter | None = None) -> list[int]:
-        """Return `num_pages` free pages, now RESERVED, with the caller as their first user."""
+        """Return `num_pages` free pages, now RESERVED, with the caller as their first user.
+
+        The caller must make sure that as many pages are free (`num_free`).
+        """
         split = len(self._free) - num_pages
         pages = self._free[split:].tolist()[::-1]
         assert len(pages) == num_pages
@@ -124,7 +128,10 @@ class PageAllocator:
         return pages
 
     def seal(self, page: int, key: BlockKey, position: int, num_uses: int = 1) -> None:
-        """Seal the block in this RESERVED page, which has a user, so that the block can be found."""
+        """Seal the block in a RESERVED page with a user, so that the block can be found by `key`.
+
+        The index must not have the key yet.
+        """
         assert key not in self.index
         assert self.num_users_of[page] > 0
         self.table.seal(page, key, self._next_use(), position, num_uses)
@@ -132,7 +139,7 @@ class PageAllocator:
         self._on_sealed([page])
 
     def seal_all(self, pages: Sequence[int], keys: Sequence[BlockKey], positions: Sequence[int]) -> None:
-        """Seal many blocks at once, which is faster than one by one."""
+        """Seal many blocks at once, which is faster than one `seal` for each. The keys must be distinct."""
         num_blocks = len(self.index) + len(pages)
         self.table.seal_all(pages, keys, self._last_use + 1, positions)
         self._last_use += len(pages)
@@ -171,7 +178,7 @@ class PageAllocator:
                 return None
             idle = np.flatnonzero((self.table.states == SEALED) & (self.num_users == 0))
             if not len(idle):
-                return None  # miscounted, which `problems` reports: no reason to search for ever
+                return None  # `num_idle` is wrong, which `problems` reports; do not search for ever
             self._victims.extend((page, self.table.last_use_of[page]) for page in self._chosen(idle))
 
     def _chosen(self, idle: Array) -> list[int]:

@@ -37,8 +37,10 @@ class Block:
     """
     tokens: BlockTokens | None = None
     tier: Tier | None = None
-    """SSD if the block was promoted and no request has asked for it since, DRAM for other found blocks, else
-    None."""
+    """The tier in which the block was found; None if the block was not found.
+
+    The tier is SSD if the block was promoted and no request has asked for it since, else DRAM.
+    """
 
 
 @dataclass(slots=True)

@@ -33,7 +33,8 @@ def first_victims(
 ) -> list[int]:
     """Return the `num_pages` of `candidates` (page numbers) that the policy evicts first, in that order.
 
-    `is_soft` says of each candidate whether it is softly pinned.
+    Softly pinned candidates (`is_soft`, bool of the same length) come last. If there are fewer candidates
+    than `num_pages`, all are returned.
     """
     warmth = _warmth(policy, table, candidates)
     warmth[is_soft] |= _SOFT

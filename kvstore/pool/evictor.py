@@ -20,8 +20,10 @@ class LowerTier(Protocol):
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the tier accepts blocks. While it accepts none, evicted blocks that it does not hold are
-        lost."""
+        """Whether the tier accepts blocks.
+
+        While the tier accepts none, evicted blocks that it does not hold are lost.
+        """
 
     def holds(self, key: BlockKey) -> bool:
         """Return whether the block can be read from this tier."""
@@ -46,14 +48,15 @@ class Evictor:
         on_pressure: Callable[[], None],
     ) -> None:
         self.space_epoch = 0
-        """Number of times that a page became free or evictable."""
+        """A number that grows whenever pages become free or evictable."""
         self.num_wanted = 0
-        """The largest number of free pages that refused requests need and the mover is still to free; else 0.
+        """The number of free pages for which the mover must make room, for requests that were refused.
 
-        Requests that must wait for pages in use do not count.
+        This is the largest number that one of these requests needs, and 0 if there are none. Requests that
+        must wait for pages in use do not count.
         """
         self.num_evictions = 0
-        """Evicted blocks since the pool was opened."""
+        """Blocks that were evicted from DRAM since the pool was opened."""
         self.ghosts = Ghosts(allocator.table.num_pages)
         self._allocator = allocator
         self._lower = lower
@@ -63,10 +66,10 @@ class Evictor:
         self._on_pressure = on_pressure
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` pages are free.
+        """Evict blocks until `num_pages` pages are free. Returns whether so many are free.
 
-        Returns False at the first page, in the order of eviction, whose block the lower tier does not hold
-        yet, and when no idle page is left. Pages further back in the order are not tried.
+        The evictions end at the first page, in the order of eviction, whose block may not leave DRAM yet
+        (`is_disposable`), and when no idle page is left. Pages further back in the order are not tried.
         """
         while self._allocator.num_free < num_pages:
             page = self._allocator.coldest()

@@ -43,7 +43,8 @@ class Ghosts:
 class PoolCounters:
     """Totals since the pool was opened.
 
-    `num_dropped`: damaged blocks. `num_removed`: blocks that a call removed, as that of `mooncake-kv drop`.
+    `num_dropped`: damaged blocks in DRAM. `num_removed`: blocks in DRAM that a user removed, for example by
+    `mooncake-kv drop`.
     `num_expired_leases`: leases that ended at their deadline.
     """
 

@@ -1,8 +1,8 @@
 """Holds: claims on single pages, while their bytes may be read or written.
 
-A transfer holds a page, a copy to or from SSD does, and so does a writer of an earlier life: a process that
-an earlier messenger process gave pages, and that may still be writing to them. The mover also holds pages
-whose blocks it keeps in DRAM for a request.
+Holds are taken for a transfer, for a copy to SSD, for a comparison with the checksums, and for a *former
+writer*: a process that an earlier messenger process let write to pages, and that may still be writing. The
+mover also holds pages whose blocks it keeps in DRAM for a request.
 
 Owns: the holds on each page, the former writers. Does not know: reservations, leases, pins.
 """
@@ -16,7 +16,7 @@ from kvstore.pool.pages import SEALED, PageWriter
 
 
 class RemoveUser(Protocol):
-    """A function that ends one use of each of `pages`."""
+    """A function that removes one user of each of `pages`, as `PageAllocator.remove_user` does."""
 
     def __call__(self, pages: list[int], /, *, used: bool) -> None: ...
 
@@ -45,12 +45,12 @@ class Holds:
         return self._num_of[page] == self._allocator.num_users_of[page]
 
     def add(self, page: int) -> None:
-        """Add a hold to `page`, which is in use or sealed, until `remove`."""
+        """Add a hold to `page` until `remove`. The page must be SEALED or have a user."""
         assert self._allocator.num_users[page] or self._allocator.table.state_of[page] == SEALED
         self._add(page)
 
     def remove(self, page: int, *, used: bool = True) -> None:
-        """End a hold, whose holder does not read or write `page` any more.
+        """End a hold: the transfer, copy or writer reads or writes `page` no longer.
 
         `used`: whether the end counts as a use of the block, for the order of eviction.
         """
@@ -64,7 +64,7 @@ class Holds:
         self._num_of[page] += 1
         self._allocator.add_user([page])
 
-    # -- writers of an earlier life -----------------------------------------------------------------
+    # -- former writers -----------------------------------------------------------------------------
 
     @property
     def former_writers(self) -> list[PageWriter]:
@@ -72,7 +72,7 @@ class Holds:
         return list(self._former_writers)
 
     def keep_aside(self, writer: PageWriter) -> None:
-        """Record that `writer`, too, may be writing to any page that a former writer has.
+        """Record that `writer` may be writing to every page that a former writer may be writing to.
 
         The page table names one writer for each page, but several processes may have been copying there.
         """
@@ -83,6 +83,6 @@ class Holds:
             own.append(page)
 
     def writer_gone(self, writer: PageWriter) -> None:
-        """End the holds for this writer on pages that an earlier messenger process gave it. Idempotent."""
+        """End the holds for this former writer, which has stopped writing. Idempotent."""
         for page in self._former_writers.pop(writer, []):
             self.remove(page)

@@ -16,12 +16,13 @@ A process may die between any two writes to the table. So each transition writes
     to QUARANTINED    state
     to FREE           generation, state
 
-Invariants that follow: a page is SEALED only while all of its layers, their checksums and its key are in
-place, so a SEALED page of a dead process can be adopted; and a late write that names an old generation is
-refused, even if the owner died in between. A QUARANTINED page has been given up, and is freed when its last
-user ends, at once if it has none. Users are reservations, leases, and holds of a transfer, a copy or a writer
-of an earlier life. After the owner's death, `adopt` quarantines only pages that a process may still be
-writing, and frees all other pages that are not SEALED.
+Two invariants follow. A page is SEALED only while all of its layers, their checksums and its key are in
+place, so a SEALED page of a dead process can be adopted. A late write that names an old generation is
+refused, even if the owner died in between.
+
+A QUARANTINED page has been given up. The page is freed when its last user has gone, at once if it has none.
+Users are reservations, leases, holds and hard pins (`kvstore.pool.pool`). After the owner's death, `adopt`
+quarantines only pages that a process may still be writing, and frees all other pages that are not SEALED.
 
 The same table describes the slots of a slab file (`kvstore.ssd.slab`). There the machine may lose power
 between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half
@@ -73,7 +74,7 @@ TRANSITIONS: dict[PageState, frozenset[PageState]] = {
     PageState.SEALED: frozenset({PageState.QUARANTINED, PageState.FREE}),
     PageState.QUARANTINED: frozenset({PageState.FREE}),
 }
-# Every page that is touched needs these: a member of an enum costs several times an integer.
+# Integers, for code that runs for each page: members of an enum would take several times as long.
 FREE, RESERVED, SEALED, QUARANTINED = map(int, PageState)
 _STATES = tuple(PageState)
 _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for before in PageState)
@@ -122,7 +123,7 @@ def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, .
         ("key", np.dtype(f"V{KEY_BYTES}"), ()),
         ("seal", np.dtype("<u8"), ()),
         ("checksums", np.dtype("<u8"), (num_layers,)),
-        ("places", np.dtype("<u4"), (HINTS_PER_PAGE,)),  # of all pages together: see messenger.shm.catalogue
+        ("places", np.dtype("<u4"), (HINTS_PER_PAGE,)),  # hints, not by page: messenger.shm.catalogue
     ]
 
 
@@ -204,8 +205,7 @@ class PageTable:
         return checksums
 
     def writer(self, page: int) -> PageWriter | None:
-        """Return the process that may be writing this page through its own mapping; None if there is no such
-        process."""
+        """Return the process that may write this RESERVED page through its own mapping; None without one."""
         writer = self._writer[page]
         return PageWriter(writer >> 32, writer & 0xFFFFFFFF) if writer != _NOBODY else None
 
@@ -226,7 +226,7 @@ class PageTable:
         self.reserve_all([page], writer)
 
     def reserve_all(self, pages: Sequence[int], writer: PageWriter | None = None) -> None:
-        """Reserve FREE pages, one after the other."""
+        """Reserve FREE pages, one after the other. `writer`: as for `reserve`."""
         number = writer.pid << 32 | writer.serial if writer is not None else _NOBODY
         state_of, writer_of = self.state_of, self._writer
         for page in pages:
@@ -280,7 +280,7 @@ class PageTable:
         """Free many pages, none of which is FREE, and increment their generations."""
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] != FREE)
-        self._arrays["generation"][index] += 1  # _GENERATIONS are as many as its type has
+        self._arrays["generation"][index] += 1  # the dtype wraps around at _GENERATIONS
         self.states[index] = FREE
 
     def clear(self, page: int) -> None:

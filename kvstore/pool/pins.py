@@ -44,8 +44,8 @@ class Pins:
     def add(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
         """Pin the blocks of `keys` that are in DRAM, or renew their pins. Returns the number of these blocks.
 
-        A soft pin does not replace a hard one. Raises PoolError if hard pins would take more than half of the
-        pool.
+        A hard pin is neither replaced nor renewed by a soft pin. Raises PoolError, and pins nothing, if hard
+        pins would take more than half of the pool.
         """
         index, num_pages = self._allocator.index, self._allocator.table.num_pages
         pages = {key: page for key in keys if (page := index.get(key)) is not None}
@@ -97,7 +97,7 @@ class Pins:
         self._by_key[pin.key] = pin
 
     def _end(self, pin: _Pin) -> None:
-        """Remove a pin, so that it keeps its block no longer."""
+        """End the effect of a pin on its page."""
         if pin.is_hard:
             self._num_hard -= 1
             self._remove_user([pin.page])

@@ -104,7 +104,7 @@ class Pool:
         return True
 
     def drop(self, page: int) -> None:
-        """Drop the sealed block in `page`, which is damaged."""
+        """Drop the damaged block in `page`. Does nothing if the page is not SEALED."""
         if self.table.state_of[page] == SEALED:
             self.counters.num_dropped += 1
             self._unseal(page)
@@ -138,9 +138,10 @@ class Pool:
     ) -> PageReservation:
         """Reserve a page for each key and `num_private` pages without a key, all or none.
 
-        A sealed block keeps its page. `writer` will write the fresh pages through its own mapping. The pages
-        count towards the share of `tenant`; an empty name stands for no tenant. Raises PoolFullError if too
-        few pages are free or can be evicted now, PoolError if the pool has too few pages at all.
+        A sealed block keeps its page. `writer` will write the fresh pages through its own mapping; None if
+        this process writes them. The pages count towards the share of `tenant`; an empty name stands for no
+        tenant. Raises PoolFullError if too few pages are free or can be evicted now, PoolError if the pool
+        has too few pages at all.
         """
         self._check_size(len(keys) + num_private)
         number = self.allocator.shares.enter(tenant)  # the evictions below spare its share
@@ -166,8 +167,7 @@ class Pool:
         return reservation
 
     def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
-        """Check that free and evictable pages together suffice for these blocks. Raises the errors of
-        `reserve`."""
+        """Check that free and idle pages suffice for these blocks. Raises the errors of `reserve`."""
         self._check_size(len(keys) + num_private)
         places = [self.find(key) for key in keys]
         found = {page for page in places if page is not None}
@@ -202,8 +202,9 @@ class Pool:
     def record_arrival(self, block: Block, layers: range, checksums: bytes) -> None:
         """Record that `layers` of `block` are in its page.
 
-        The last layer seals the block, unless the block is private, or a block with its key is sealed in
-        another page.
+        No layer may arrive twice. `checksums`: the little-endian xxh3-64 of these layers, concatenated. The
+        last layer seals the block, unless the block is private, or a block with its key is sealed in another
+        page.
         """
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
         self.table.set_checksums(block.page, layers, checksums)
@@ -245,7 +246,7 @@ class Pool:
     def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> PageLease:
         """Lease the blocks of `keys` that are in DRAM.
 
-        They stay in their pages until `end_lease` or `expire`.
+        The blocks stay in their pages until `end_lease`, or until `expire` is called after `deadline_s`.
         """
         index = self.allocator.index
         lease = PageLease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
@@ -286,8 +287,8 @@ class Pool:
     ) -> list[Block]:
         """Return a block for each key, in its page or in a fresh page.
 
-        `places` are the pages of the first keys, with None for a key that needs a fresh page. All keys behind
-        them get fresh pages, too.
+        `places` has an entry for each of the first keys: the key's page, or None for a fresh page. The keys
+        after these get fresh pages.
         """
         fresh = self.allocator.take(len(keys) - len(places) + places.count(None), writer)
         self.evictor.pages_taken()
@@ -312,7 +313,7 @@ class Pool:
         if self.holds.num_of:
             for page in pages:
                 # A RESERVED page whose users are holds only has lost its reservation. It is out of use until
-                # the holds end: late bytes must not reach its next owner. (Holders only read a SEALED page.)
+                # the holds end: late bytes must not reach its next owner. (A SEALED page is only read.)
                 if self.table.state_of[page] == RESERVED and self.holds.are_all_users(page):
                     self.table.quarantine(page)
         self.evictor.users_left()
@@ -329,7 +330,7 @@ class Pool:
 
     @property
     def num_changes(self) -> int:
-        """A number that grows with every claim, and when a page becomes free or evictable.
+        """A number that grows with every reservation or lease, and when a page becomes free or evictable.
 
         It does not grow when layers arrive, or when a hold or pin begins. While the number stays the same,
         the pool counts as idle.
@@ -342,9 +343,9 @@ class Pool:
         return int(np.count_nonzero(self.allocator.num_users))
 
     def orphans(self) -> list[int]:
-        """Return the pages whose number of users differs from the number of their claims.
+        """Return the pages whose number of users differs from the number of claims, pins and holds on them.
 
-        There should be none: such a page never becomes free.
+        There should be none: a page with too many users never becomes free.
         """
         known: Counter[int] = Counter(self.holds.num_of)
         known.update(page for r in self.reservations.values() for page in r.by_page)
@@ -357,7 +358,7 @@ class Pool:
         return orphans
 
     def check_integrity(self) -> str | None:
-        """Check claims and page table against each other. Returns what is wrong; None if all is well."""
+        """Check that claims, pins, holds and page table agree. Returns what is wrong; None if all is well."""
         problems = list(self.allocator.problems())
         if self.orphans():
             problems.append("a page's users are not its reservations, leases, pins and holds")

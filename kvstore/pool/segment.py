@@ -92,7 +92,8 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | None:
     """Return the header at the start of `buffer`; None if no header was written yet.
 
-    Raises MismatchError for a header of another kind or version; the message calls the file `what`.
+    Raises MismatchError for a header of another kind or version, msgspec.MsgspecError for a damaged header.
+    The message of a MismatchError calls the file `what`.
     """
     found_magic, version, header_bytes = _PREFIX.unpack_from(buffer)
     if found_magic == _UNFORMATTED:
@@ -106,7 +107,10 @@ def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | 
 
 
 def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> None:
-    """Write `header` and an empty page table into `buffer`. The magic is written last."""
+    """Write `header` and an empty page table into `buffer`. The magic is written last.
+
+    Raises ConfigError if the header is too long.
+    """
     encoded = msgspec.msgpack.encode(header)
     if _PREFIX.size + len(encoded) > _COPY_TABLE_OFFSET:
         raise ConfigError(f"a fingerprint of {len(header.fingerprint)} characters; give it at most 1,000")
@@ -135,7 +139,11 @@ class Segment:
 
     @classmethod
     def open(cls, fd: int) -> "Segment | None":
-        """Map the segment with the descriptor `fd`, and return it; None if it is not formatted."""
+        """Map the segment with the descriptor `fd`, and return it; None if it is not formatted.
+
+        Raises ConfigError if the segment is smaller than its header says, MismatchError if its format is of
+        another kind or version.
+        """
         mapping = _map(fd)
         header = read_header(mapping.view, MAGIC, "the segment")
         if header is None:
@@ -149,8 +157,10 @@ class Segment:
 
     @classmethod
     def format(cls, fd: int, fingerprint: str, layout: KVLayout) -> "Segment":
-        """Map the segment with the descriptor `fd`, format it as an empty pool for `layout`, and return
-        it."""
+        """Map the segment with the descriptor `fd`, and format it as an empty pool for `layout`.
+
+        Raises ConfigError if no page fits into the segment, or if the fingerprint is too long.
+        """
         mapping = _map(fd)
         header = SegmentHeader.plan(mapping.size_bytes, fingerprint, layout)
         write_header(mapping.view, MAGIC, header)

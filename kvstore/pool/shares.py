@@ -81,11 +81,11 @@ class Shares:
             del self._last_use_s[number]
 
     def num_disposable(self, in_use: Array) -> Array | None:
-        """Return the number of pages of each tenant that the tenant's share does not protect, by tenant
-        number.
+        """Return how many pages of each tenant are not protected by the tenant's share.
 
-        The result is `[num_tenants]`. It is None if there are fewer than two active tenants: no tenant is
-        protected from another tenant then. `in_use` are the pages that are not free, `[n]`.
+        The result is an int array, indexed by tenant number. The result is None if there are fewer than two
+        active tenants: then no tenant is protected from another one. `in_use` are the pages that are not
+        free, `[n]`.
         """
         if len(self._last_use_s) < 2:
             return None

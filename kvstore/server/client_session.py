@@ -80,7 +80,7 @@ _MOST_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A worker or client.
+    """A worker or client. `owner` is the owner of the user's reservations and leases in the pool.
 
     `writer`: the process that writes the pages that the user reserves; None if the messenger writes them.
     """
@@ -91,7 +91,7 @@ class User:
 
 
 class ClientSession:
-    """The session of one user. The owner must call `end`.
+    """The session of one user. The caller must call `end` when the user's connection has ended.
 
     `send` takes the session's answers and never waits.
     """
@@ -240,7 +240,8 @@ class ClientSession:
     async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> PageReservation:
         """Reserve as `Pool.reserve` does, after promoting blocks of the prefix that only SSD has.
 
-        A call that raises PoolFullError leaves no page reserved or held.
+        Raises the errors of `Pool.reserve`, and PoolError for an invalid argument. A call that raises
+        PoolFullError leaves no page reserved or held.
         """
         if not self.store.is_on_ssd_only(keys):
             return self._reserve(keys, num_private, tenant)
@@ -255,7 +256,10 @@ class ClientSession:
         return self._reserve(keys, num_private, tenant)
 
     async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
-        """Lease as `Pool.lease` does, after promoting blocks that only SSD has."""
+        """Lease as `Pool.lease` does, after promoting blocks that only SSD has.
+
+        Raises PoolError for an invalid key or `ttl_s`.
+        """
         if not self.store.is_on_ssd_only(keys):
             return self._lease(keys, ttl_s)
         async with self.store.mover.keep_promoted(_checked(keys), patiently=True):

@@ -108,9 +108,10 @@ def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
 
 
 def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Listing:
-    """Return copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
+    """Return up to `max_blocks` copies of blocks, from the place `cursor` on.
 
-    Raises PoolError for an invalid cursor or number.
+    The places are numbered from 0: first DRAM pages, then the slots of each disk. Raises PoolError for an
+    invalid `cursor` or `max_blocks`.
     """
     if cursor < 0 or max_blocks < 1:
         raise PoolError(

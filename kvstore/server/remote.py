@@ -155,7 +155,7 @@ class _Client:
         await self.send([encode_frame(answer)])
 
     async def serve(self) -> None:
-        """Handle messages until the connection ends.
+        """Handle messages until the connection ends, and raise OSError then.
 
         Raises PoolError for a message that no correct client sends.
         """
@@ -180,8 +180,7 @@ class _Client:
     # -- messages ---------------------------------------------------------------------------------
 
     def _take_calls(self) -> PutBlocks | GetBlocks | None:
-        """Receive calls, and answer the calls that move no blocks, without waking the task that waits in
-        `serve`.
+        """Receive calls, and answer those that move no blocks, while the task in `serve` goes on waiting.
 
         Returns a call that moves blocks; None when other tasks must have their turn, or when answers must
         wait until the client reads. Raises BlockingIOError when no call is there.
@@ -205,7 +204,7 @@ class _Client:
     async def _next(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
         """Return the next message and the number of its payload bytes.
 
-        Raises PoolError for an invalid message.
+        Raises PoolError for an invalid message, OSError if the connection ends.
         """
         while (room := self._frames.room_for_message()) is not None:
             self._frames.received(await self._stream.receive_some([room]))
@@ -301,7 +300,7 @@ class _Client:
             self._session.end_lease(lease.lease_id)
 
     async def _put(self, call: PutBlocks) -> None:
-        """Store the blocks of a call. Raises PoolError for a message that does not fit its payload."""
+        """Store a call's blocks, and answer. Raises PoolError for a call that no correct client sends."""
         table, layout = self._store.pool.table, self._store.segment.layout
         _check_number(call.keys, table.num_layers)
         if self._payload_left != len(call.keys) * layout.block_bytes:
@@ -341,7 +340,7 @@ class _Client:
                 self._session.release(reservation.reservation_id, "the client's blocks have come")
 
     async def _reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> PageReservation:
-        """Return reserved pages for `keys`, waiting up to `timeout_s` seconds for them."""
+        """Reserve pages for `keys`. Raises PoolFullError if there is no room within `timeout_s` seconds."""
         deadline_s = self._loop.time() + timeout_s
         while True:
             try:
@@ -356,7 +355,10 @@ class _Client:
                 raise full from None
 
     async def _receive_block(self, block: Block, expected: bytes) -> None:
-        """Receive the next block of the payload into its page, verify and seal it."""
+        """Receive the next block of the payload into its page, verify and seal it.
+
+        The bytes of a block that was found are skipped. Raises TransferError for a damaged block.
+        """
         segment = self._store.segment
         if block.found:
             await self._skip(segment.layout.block_bytes)

@@ -49,8 +49,10 @@ log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(ToPool)
 _FLUSH_S = 2.0
-"""Seconds for which blocks are written to SSD before the process ends. The supervisor kills a messenger after
-5 s."""
+"""Seconds for which blocks are written to SSD before the process ends.
+
+The supervisor kills a messenger 5 s after it has asked for the end.
+"""
 _REPLAYED_BATCHES = 1000
 """Batches of KV events that are kept for replays: some 10 s under full load."""
 
@@ -166,8 +168,7 @@ class Service:
     def _admit_local(
         self, first: Attach | Connect, connection: ServerConnection[ToPool]
     ) -> ClientSession | None:
-        """Answer the first message of a worker or client of this host. The answer has the segment's
-        descriptor.
+        """Answer the first message of a worker or client of this host, with the segment's descriptor.
 
         Returns the session of the worker or client; None if it is refused.
         """
@@ -191,8 +192,8 @@ class Service:
         """Open a client's session. Returns the answer to the client's first message, and the session.
 
         The session's answers go to `send`. `writer` is None for a client that writes no page itself. Raises
-        MismatchError if the pool has other blocks. Raises PoolError if there is no common version, or if the
-        pool has no layout yet and this client may not give it one.
+        MismatchError if the pool is for another model or layout than the client's blocks. Raises PoolError if
+        there is no common version, or if the pool has no layout yet and this client may not give it one.
         """
         theirs = Versions(connect.oldest_version, connect.newest_version)
         version = SPOKEN.common(theirs)
@@ -216,7 +217,7 @@ class Service:
         self, store: Store, name: str, writer: PageWriter | None, send: Callable[[FromRemotePool], None]
     ) -> ClientSession:
         if writer is not None:
-            store.pool.holds.writer_gone(writer)  # who connects again has stopped writing
+            store.pool.holds.writer_gone(writer)  # a process that connects again has stopped writing
         return ClientSession(User(next(self._owners), name, writer), store, self._tasks, send)
 
     def _attach(
@@ -237,7 +238,7 @@ class Service:
         return answer, self._open_session(store, name, writer, connection.send)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """Return the store. If there is none yet, it is made for `fingerprint` and `layout`.
+        """Return the store. If there is no store yet, one is made for `fingerprint` and `layout`.
 
         Raises MismatchError if the store does not fit `fingerprint` or `layout`; None fits any store. Raises
         PoolError if there is no store yet and one of the two is None.
@@ -296,7 +297,7 @@ class Service:
             sock = await accept(listener)
             try:
                 stream = Stream(sock if tls is None else tls.accept(sock))
-            except OSError as error:  # it has gone already
+            except OSError as error:  # the peer has gone already
                 log.info("a connection ended as it was accepted: %s", error)
                 sock.close()
             else:
@@ -318,7 +319,7 @@ class Service:
 
 
 def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:
-    """Return the event loop of a process, for `serve`."""
+    """Return an event loop for `serve`, which polls for the configured time before it sleeps."""
     return busy_poll.event_loop(1e-6 * config.settings.poll_us)
 
 
@@ -333,8 +334,10 @@ def _reached_at(settings: MessengerConfig, listeners: Sequence[socket.socket]) -
 
 @contextlib.contextmanager
 def listen_clients(address: str) -> Iterator[socket.socket]:
-    """Make a context with a socket for clients on other hosts, at `address` (host:port). Raises
-    ConfigError."""
+    """Make a context with a socket at `address` (host:port), for clients on other hosts.
+
+    Raises ConfigError if the process cannot listen there.
+    """
     try:
         with listen_tcp(*host_and_port(address)) as listener:
             yield listener

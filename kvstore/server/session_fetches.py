@@ -36,7 +36,7 @@ class SessionFetches:
         self._running: dict[int, BlockFetch] = {}
 
     def begin(self, call: FetchBlocks, reservation: PageReservation) -> BlockFetch:
-        """Return a fetch for `run`. Raises PoolError if the reservation cannot be fetched."""
+        """Return a fetch for `run`. Raises PoolError if the reservation's blocks cannot be fetched now."""
         if call.reservation_id in self._running:
             raise PoolError(f"reservation {call.reservation_id} is being fetched already")
 

@@ -29,7 +29,7 @@ class StallWatch:
 
     Args:
         on_stall: Ends the connection.
-        holds_pages: Whether pages are reserved for the client.
+        holds_pages: Returns whether pages are reserved for the client.
     """
 
     def __init__(self, on_stall: Callable[[], None], holds_pages: Callable[[], bool]) -> None:

@@ -88,8 +88,10 @@ class Store:
         return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
 
     def remove(self, keys: Sequence[BlockKey] | None) -> int:
-        """Remove these blocks, or all blocks if `keys` is None, from every tier. Returns the number of
-        removed blocks."""
+        """Remove these blocks from DRAM and SSD; all blocks if `keys` is None.
+
+        Returns the number of removed blocks. Blocks in the engine's own prefix cache (device tier) stay.
+        """
         if keys is not None:
             return sum(self.mover.remove(key) for key in keys)
         everything = {*self.pool.allocator.index, *(self.ssd.keys() if self.ssd is not None else ())}
@@ -99,7 +101,7 @@ class Store:
         return num_removed
 
     def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Remove from every tier the blocks of `keys` that are neither in use nor pinned."""
+        """Remove blocks from DRAM and SSD, except blocks that are in use in DRAM or pinned."""
         for key in keys:
             page = self.pool.find(key)
             if page is None or (self.pool.allocator.is_idle(page) and key not in self.pool.pins):
@@ -124,8 +126,8 @@ class Store:
     async def tend(self, tasks: asyncio.TaskGroup) -> None:
         """Do the upkeep until cancelled.
 
-        Leases and pins are expired, pages of former writers freed, and all pages checked when the pool is
-        idle.
+        Leases and pins end at their deadlines, pages of former writers are freed when the writers have ended,
+        and all pages are checked when the pool is idle.
         """
         for writer in self.pool.holds.former_writers:
             tasks.create_task(self._await_end(writer))
@@ -145,8 +147,8 @@ class Store:
 
         The segment is locked as far as the kernel allows. RDMA comes last, because registered memory cannot
         be moved any more, and because huge pages are registered fast. The work runs while requests are
-        served, and takes minutes in a large segment. On a machine without RDMA cards it is not urgent: there
-        it pauses after each chunk for as long as the chunk took. Raises ConfigError if RDMA is demanded and
+        served, and takes minutes in a large segment. On a machine without RDMA cards the work is not urgent,
+        and pauses after each chunk for as long as the chunk took. Raises ConfigError if RDMA is demanded and
         the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
@@ -165,7 +167,7 @@ class Store:
         await self.cards.register(self.segment.buffer)
 
     def check(self) -> None:
-        """Check every page of both tiers, and record the findings."""
+        """Check every page of DRAM and, if there is no problem, every SSD slot. Record the findings."""
         problem = self.pool.check_integrity()
         if problem is None and self.ssd is not None:
             problem = "; ".join(self.ssd.problems()) or None
@@ -175,7 +177,7 @@ class Store:
         self.num_orphaned = len(self.pool.orphans())
 
     async def _await_end(self, writer: PageWriter) -> None:
-        """Free the pages that a former life of the messenger gave to `writer`, once it cannot write any more.
+        """Free the pages of a former writer (`Holds.former_writers`) once this writer cannot write any more.
 
         An ordinary writer can write until its process ends, a copier until its copy ends. Pages of a process
         that cannot be watched stay quarantined until the process connects again.
@@ -218,7 +220,8 @@ def open_store(
 ) -> Store:
     """Return the store with the blocks in segment and slabs adopted, and start the tasks that work on it.
 
-    Raises ConfigError or MismatchError if a slab cannot belong to this pool.
+    Raises ConfigError if a directory for SSD cannot be used, MismatchError if a slab is of another format,
+    model or layout.
     """
     kvcache, settings = config.kvcache, config.settings
     identity = Identity(
@@ -310,7 +313,10 @@ def open_store(
 
 
 def _open_ssd(config: MessengerProcess, segment: Segment, events: EventLog) -> SsdTier | None:
-    """Return the SSD tier over all usable directories; None if no directory is usable."""
+    """Return the SSD tier over the directories whose disks work; None if there are none.
+
+    Raises ConfigError and MismatchError as `Slab.open` does.
+    """
     kvcache, slabs = config.kvcache, []
     for directory in kvcache.ssd_dirs:
         try:
