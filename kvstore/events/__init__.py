@@ -1,1 +1,1 @@
-"""KV events: the changes of a pool in the form for its followers."""
+"""KV events: the changes of a pool, as messages for its followers."""

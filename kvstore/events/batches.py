@@ -51,8 +51,10 @@ class EventBatch:
 
 
 class EventLog:
-    """A collector of events, which keeps the last `capacity_batches` batches. Its first event is
-    `KVCleared`."""
+    """A collector of events, which keeps the last `capacity_batches` batches.
+
+    The first event of a log is `KVCleared`.
+    """
 
     def __init__(self, capacity_batches: int) -> None:
         self.capacity_batches = capacity_batches
@@ -68,7 +70,7 @@ class EventLog:
         self._keys: list[BlockKey]
         """Keys of the last event. Further keys of the same kind and tier are added to this list."""
         self._start_batch()
-        # Numbers begin anew with each life: followers of an earlier life must forget its events.
+        # Numbers begin anew in each process: followers of an earlier process must forget its events.
         self.cleared()
 
     def on_event(self, listener: Callable[[], None]) -> None:
@@ -102,7 +104,7 @@ class EventLog:
         self._collect_all(KVRemoved, tier, keys)
 
     def cleared(self) -> None:
-        """Record that no block can be found any more, in any tier. Events collected so far are dropped."""
+        """Record that no block can be found any more, in any tier. Events since the last seal are dropped."""
         self._start_batch()
         self._events.append(KVCleared())
         self._notify()

@@ -36,9 +36,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class InternalPublisher(Publisher):
-    """A publisher of batches, replays and snapshots, encrypted for holders of the cluster key.
+    """A publisher of batches, replays and snapshots, to peers that have the cluster key.
 
-    Needs a running event loop.
+    The connections are encrypted. A publisher needs a running event loop.
     """
 
     def __init__(

@@ -22,9 +22,8 @@ A further connection closes the oldest connection, whose peer may connect again.
 MOST_SENT_BYTES = 8 << 10
 """The most bytes that the peer of one connection may send.
 
-libzmq keeps every frame of an unfinished message, and may need 32 times the frame's bytes for it. A router
-sends 20 bytes at first and 20 for each replay. If its connection is closed, a router connects again by
-itself.
+libzmq keeps every frame of an unfinished message, and may need 32 times the frame's bytes for it. A KV-aware
+router sends 20 bytes at first and 20 for each replay. If its connection is closed, it connects again.
 """
 LOOK_INTERVAL_S = 0.01
 """Seconds between two checks while a peer is connected.
@@ -34,7 +33,7 @@ libzmq's one thread can receive some megabytes between two checks.
 
 
 class OpenPeers:
-    """A limit of the TCP connections to a socket, and of the bytes that their peers send.
+    """The limits on the TCP connections to a socket, and on the bytes that their peers send.
 
     Needs a running event loop. The object must be made before `bound` is bound, and closed before `bound` is
     closed.
@@ -71,8 +70,10 @@ class OpenPeers:
                     self._look()
 
     def _look(self) -> None:
-        """End the connections of peers that have sent too much, and schedule the next check if connections
-        are left."""
+        """End the connections of peers that have sent too much, and schedule the next check.
+
+        There is no next check if no connection is left.
+        """
         for descriptor, connection in list(self._connections.items()):
             if num_bytes_received(connection) > MOST_SENT_BYTES:
                 self._crowd.leave(descriptor)

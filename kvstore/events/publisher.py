@@ -69,7 +69,7 @@ class Publisher(ABC):
         self._num_malformed, self._warnings = 0, Doubling(1)
         self._pub, self._router = pub, router
         self._pub.sndhwm = PUB_QUEUE_LEN
-        self._router.router_mandatory = True  # else what does not fit into a peer's queue is lost silently
+        self._router.router_mandatory = True  # else messages beyond a peer's queue are lost silently
         self._router.router_handover = True
         self._router.sndhwm = ANSWER_QUEUE_LEN
         self._router.rcvhwm = ANSWER_QUEUE_LEN

@@ -1,2 +1,1 @@
-"""Messages between a messenger and the users of its pool part (a worker, clients), over a Unix socket or
-TCP."""
+"""Messages between a messenger and the users of its pool part: a worker, and clients."""

@@ -12,7 +12,7 @@ from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Grant, MessengerAddress, PoolStats, Tier
 
 LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
-"""The places of a block, which `Located` names by index."""
+"""The tiers in which a block can be, after None for a missing block. `Located` names them by index."""
 
 
 class Attached(msgspec.Struct, tag=True, frozen=True):
@@ -61,8 +61,7 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 
 
 class LayersFetched(msgspec.Struct, tag=True, frozen=True):
-    """The progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks are verified and in
-    place.
+    """The progress of a fetch: its first `num_blocks` blocks have layers `[0, num_layers)`, all verified.
 
     This is no answer: several such messages are sent during a fetch. While only a part of the next layers has
     arrived, the same numbers are sent again. Blocks from `num_blocks` on have been given up: they keep the
@@ -87,7 +86,7 @@ class Fetched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Located(msgspec.Struct, tag=True, frozen=True):
-    """The places of blocks: for each key one byte, which is an index into `LOCATIONS`."""
+    """The tiers of blocks: for each key one byte, which is an index into `LOCATIONS`."""
 
     call_id: int
     locations: bytes
@@ -107,8 +106,10 @@ class Count(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One copy of a block. `num_users`: reservations, leases, holds and hard pins that keep the copy in its
-    page."""
+    """One copy of a block.
+
+    `num_users`: the number of reservations, leases, holds and hard pins that keep the copy in its page.
+    """
 
     key: BlockKey
     tier: Tier
@@ -117,7 +118,7 @@ class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listing(msgspec.Struct, tag=True, frozen=True):
-    """Some blocks of a pool. `next_cursor` is None at the end.
+    """Some blocks of a pool. `next_cursor` is the cursor of the next call, or None at the end.
 
     Blocks that are stored or removed meanwhile may be missed or named twice.
     """

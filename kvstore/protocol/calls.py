@@ -155,7 +155,10 @@ class OpenGrant(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartSend(msgspec.Struct, tag=True, frozen=True):
-    """Stream this reservation's blocks to `grant`. Answered by `Done` at once."""
+    """Stream this reservation's blocks to `grant`. Answered by `Done` at once.
+
+    `ref_text` names the transfer in logs.
+    """
 
     call_id: int
     reservation_id: int
@@ -212,7 +215,7 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
-    """Ask for the places of these blocks. Answered by `Located`.
+    """Ask for the tiers of these blocks. Answered by `Located`.
 
     Leases nothing and does not count as a use.
     """
@@ -267,14 +270,14 @@ class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Remove these blocks (None: all) from every tier. Answered by `Count`. Reads in flight may finish."""
+    """Remove these blocks (None: all) from DRAM and SSD. Answered by `Count`. Reads in flight may finish."""
 
     call_id: int
     keys: list[BlockKey] | None
 
 
 class DropIdle(msgspec.Struct, tag=True, frozen=True):
-    """Remove from every tier the blocks of `keys` that are neither in use nor pinned."""
+    """Remove blocks from DRAM and SSD, except blocks that are in use in DRAM or pinned."""
 
     keys: list[BlockKey]
 
@@ -288,9 +291,9 @@ class ListBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class VerifyBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Read these blocks in every tier and compare their checksums. Answered by `Verified`.
+    """Read all copies of these blocks in DRAM and on SSD, and drop damaged copies. Answered by `Verified`.
 
-    A damaged copy is dropped.
+    A copy is damaged if its bytes do not match its checksums.
     """
 
     call_id: int

@@ -85,8 +85,7 @@ class FrameBuffer:
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Return the memory in which to receive until `num_bytes` bytes are held; None if they are held
-        already.
+        """Return the memory to receive into until `num_bytes` bytes are held; None if they are held.
 
         The memory has room for `ahead_bytes` more.
         """
@@ -103,7 +102,7 @@ class FrameBuffer:
         self._end += num_bytes
 
     def take_message(self) -> tuple[memoryview, int]:
-        """Return the message, valid until more is received, and the number of payload bytes after it."""
+        """Return the complete message, valid until more is received, and the number of its payload bytes."""
         num_bytes, payload_bytes = self._sizes()
         begin = self._begin + _HEADER.size
         self._begin = begin + num_bytes
