@@ -1,7 +1,8 @@
-"""The health check of a container: it exits with 0 if the container's process serves.
+"""The health check of a container, which exits with 0 if the container's process serves, and else with 1.
 
-It asks the process for `/ready`. A Conductor in a container of its own is asked for `/health` instead: it is
-ready only when its instances have registered, and these wait until it is healthy.
+The check asks the process for `/ready`. A Conductor in a container of its own is asked for `/health`
+instead: the Conductor is ready only when its instances have registered, and the instances wait until the
+Conductor is healthy.
 """
 
 import os
@@ -16,7 +17,7 @@ if is_instance:
 else:
     port = os.environ.get("MOONCAKE_HTTP_PORT", "8000")
     if os.environ.get("MOONCAKE_ROLE") == "conductor":
-        path = "health"  # it is ready when there are instances, which wait for it to be healthy
+        path = "health"  # the Conductor is ready when instances have registered, and they wait for its health
 try:
     urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=4).close()
 except (urllib.error.URLError, OSError) as error:

@@ -1,7 +1,7 @@
-"""A generator of the chart's schema: `python docker/helm/generate.py` writes it, and it is checked in.
+"""The generator of the chart's schema: `python docker/helm/generate.py` writes values.schema.json.
 
-The schema is that in schema.yaml, extended by the configuration keys of mooncake-serve. Keys that the chart
-sets itself are left out.
+The written file is checked in. The schema is that in schema.yaml, extended by the configuration keys of
+mooncake-serve. Keys that the chart sets itself are left out.
 """
 
 import json

@@ -107,7 +107,7 @@ class Backend:
 
         If an idle connection belongs to a messenger that has ended, `use` is called again with a new
         connection. `patiently`: whether a call waits until an attempt to reconnect to a lost pool has ended.
-        Raises Unreachable.
+        Raises Unreachable, and the errors of `mooncake.errors` that `use` raises.
         """
         while True:
             try:

@@ -42,8 +42,10 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0 for success, 1 if something failed or is damaged, 2 for wrong
-    use."""
+    """Run the command, and return its exit code.
+
+    The code is 0 for success, 1 if something failed or is damaged, 2 for wrong use, 130 after Ctrl-C.
+    """
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _run(options))
 
@@ -66,8 +68,10 @@ class _Pools:
     """The pools of a command. Each pool is asked separately, as pools may be of different models."""
 
     def __init__(self, addresses: Sequence[str], key_file: str | None) -> None:
-        """Connect to the pools. Raises PoolError if no pool answers, ConfigError for a wrong address or
-        key."""
+        """Connect to the pools.
+
+        Raises PoolError if no pool answers, ConfigError for a wrong address or key.
+        """
         self.has_lost = False
         """Whether a pool was left out because it did not answer."""
         self._key_file = key_file

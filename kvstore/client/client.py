@@ -152,9 +152,9 @@ class KVCachePool:
 
         `copy(layers, positions, addresses)` copies `layers` of the blocks at `positions` in `keys`, each to
         its address. It returns the xxh3-64 of each layer, `[block][layer]`, and may wait until the layers are
-        computed. An error that `copy` raises ends the call, and none of these blocks is stored. If a pool is
-        lost, `copy` may be called again from the first layer on. Keys must be distinct. In all else the call
-        is like `put`.
+        computed. An error that `copy` raises ends the call; blocks that are not complete then are not
+        stored. If a pool is lost, `copy` may be called again from the first layer on. Keys must be distinct.
+        Otherwise the call is like `put`.
         """
         self._check(keys)
         self._backends.first(lambda connection: connection.put_layers(keys, copy, timeout_s))
@@ -183,7 +183,7 @@ class KVCachePool:
         return is_there
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return the tier of each block; None for a block that no reachable pool has.
+        """Return the fastest tier of each block in the first pool that has the block; None without one.
 
         The call does not count as a use of the blocks.
         """
@@ -205,7 +205,10 @@ class KVCachePool:
         return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
-        """Lease blocks of pools on this host for `ttl_s` seconds, to read them in place without a copy."""
+        """Lease blocks of pools on this host for `ttl_s` seconds, to read them in place without a copy.
+
+        Raises PoolError if this client has no pool on this host.
+        """
         self._check(keys)
         local = Backends([backend for backend in self._backends.all if backend.url.tcp is None])
         if not local.all:
@@ -235,9 +238,9 @@ class KVCachePool:
     def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
         """Pin these blocks in DRAM for `ttl_s` seconds. Returns the number of pinned copies.
 
-        A soft pin holds as long as other blocks can be evicted. A `hard` pin always holds. Pins outlive this
-        client. A soft pin does not replace a hard one. Raises PoolError if hard pins would take more than
-        half of a pool.
+        A soft pin keeps its block as long as other blocks can be evicted, a `hard` pin in any case. Pins
+        outlive this client. A soft pin does not replace a hard one. Raises PoolError if hard pins would take
+        more than half of a pool.
         """
         self._check(keys)
 
@@ -251,14 +254,14 @@ class KVCachePool:
         return self._count(keys, UnpinBlocks)
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Remove these blocks from every pool and tier. Returns the number of removed copies.
+        """Remove these blocks from DRAM and SSD of every pool. Reads in flight may finish.
 
-        Reads in flight may finish.
+        Returns the number of removed blocks. A block counts once for each pool that had it.
         """
         return self._count(keys, RemoveBlocks)
 
     def clear(self) -> int:
-        """Remove every block from every pool. Returns the number of removed copies."""
+        """Remove every block from every pool, and return what `remove` returns."""
         self._check([])
 
         def clear(connection: PoolConnection) -> int:
@@ -269,7 +272,8 @@ class KVCachePool:
     def change_replica(self, key: BlockKey, num_replicas: int) -> Replicas:
         """Make or remove copies until exactly `num_replicas` instances hold the block.
 
-        The copies are on as many hosts as possible. Bytes go from messenger to messenger.
+        A new copy is made on a host with the fewest copies, and a surplus copy is removed from a host with
+        the most. Copies that need not be removed stay where they are. Bytes go from messenger to messenger.
 
         Raises PoolError if that number cannot be reached. The message says how many copies there are now, and
         why.
@@ -294,9 +298,10 @@ class KVCachePool:
         return dict(self._backends.each(ask))
 
     def list_blocks(self) -> Iterator[tuple[str, BlockInfo]]:
-        """Yield every copy of every block, with the name of its instance.
+        """Yield every copy of every block in the pools that answer, with the name of the copy's instance.
 
-        Copies that are stored or removed meanwhile may be missed, or named twice.
+        Copies that are stored or removed meanwhile may be missed, or named twice. Raises PoolError,
+        ConfigError or MismatchError if no pool answers.
         """
         self._check([])
         lost: list[Unreachable] = []
@@ -360,8 +365,11 @@ class KVCachePool:
         return answers
 
     def _batches(self, num_keys: int, num_layers: int) -> Iterator[slice]:
-        """Yield slices of a list of keys. One call moves or reads `num_layers` layers of the blocks of one
-        slice."""
+        """Yield slices of a list of keys, one for each call to a pool.
+
+        `num_layers`: the number of layers of each block that a call reads or writes; 0 for a call that only
+        names blocks.
+        """
         stride = max_keys(num_layers)
         if num_layers:
             stride = max(1, min(stride, _BATCH_BYTES // (num_layers * self.layout.layer_bytes)))

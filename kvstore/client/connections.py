@@ -57,7 +57,7 @@ function returns the xxh3-64 of every layer, `[block][layer]`, and may wait unti
 """
 
 _WRITTEN_BYTES = 1 << 20
-"""A put commits written layers whenever they have this many bytes."""
+"""The bytes of layers that `put_layers` copies and commits at a time, or one layer if that is more."""
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
@@ -72,8 +72,10 @@ class PoolURL(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PoolURL":
-        """Return the address in `unix:/path`, `tcp://host:port` or `tcp://[IPv6]:port`. Raises
-        ConfigError."""
+        """Return the address that `text` names. Raises ConfigError for an invalid address.
+
+        The forms are `unix:/path`, `tcp://host:port` and `tcp://[IPv6]:port`.
+        """
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(text, text.removeprefix("unix:"), None)
         host, _, port = text.removeprefix("tcp://").rpartition(":")
@@ -89,7 +91,7 @@ class PoolURL(NamedTuple):
 def key_for(urls: Sequence[PoolURL], key_file: Path | str | None) -> ClusterKey | None:
     """Return the cluster key in `key_file`; None if all pools are on this host.
 
-    Raises ConfigError if a key is needed and missing.
+    Raises ConfigError if a key is needed, and `key_file` is missing or has no valid key.
     """
     remote = [url.text for url in urls if url.tcp is not None]
     if not remote:
@@ -210,7 +212,7 @@ class PoolConnection(ABC):
         """Store blocks of distinct keys, layer by layer as `copy` copies them."""
 
     def layer_groups(self, num_blocks: int) -> Iterator[range]:
-        """Yield ranges of layers. Each range is committed by one message."""
+        """Yield consecutive ranges of layers. Layers of one range are copied and committed together."""
         stride = -(-_WRITTEN_BYTES // (num_blocks * self.layout.layer_bytes))
         stride = max(1, min(stride, COMMIT_BYTES // (num_blocks * CHECKSUM_BYTES)))
         num_layers = self.layout.num_layers

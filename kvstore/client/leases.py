@@ -25,7 +25,7 @@ class Lease:
         """Read-only views of whole blocks; None for blocks that were not found."""
         self._keys = keys
         self._pages: dict[int, tuple[MappedConnection, int, int]] = {}
-        """Place of each block: connection, page and generation."""
+        """Place of each leased block, by its position: connection, page and generation."""
         self._leases: list[tuple[MappedConnection, int]] = []
 
     def add(self, connection: MappedConnection, leased: Leased, positions: Sequence[int]) -> list[int]:
@@ -45,8 +45,10 @@ class Lease:
         return missing
 
     def verify(self) -> list[bool]:
-        """Return for each block whether its page still holds the block, with bytes that match the stored
-        checksums."""
+        """Return for each block whether its page still holds the block, with bytes that match its checksums.
+
+        A block that is not leased is False.
+        """
         is_intact = [False] * len(self.blocks)
         for position, (connection, page, generation) in self._pages.items():
             is_there = connection.is_intact(self._keys[position], page)

@@ -68,6 +68,8 @@ class Mapping:
     def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
         """Return whether the bytes just read from `page` are this block's, and intact.
 
+        `layers` are the layers that were read, and `checksums` those of the bytes that were read.
+
         If this process was paused for longer than its lease, the page may have another block by now. To
         notice this it is enough to read the state last, because `kvstore.pool.pages` writes a page's fields
         in a fixed order.

@@ -42,7 +42,7 @@ class _Pool:
 
 
 def change_replica(backends: Sequence[Backend], key: BlockKey, num_replicas: int) -> Replicas:
-    """Make or remove copies as `KVCachePool.change_replica` describes. Returns the resulting copies."""
+    """Make or remove copies as `KVCachePool.change_replica` does, with the same errors."""
     if num_replicas < 1:
         raise PoolError(f"{num_replicas} copies wanted, the least is 1; use remove to have none")
     pools, lost = _look(backends, key)
@@ -110,7 +110,8 @@ def most_used_host(owners: Sequence[_Pool]) -> _Pool:
 def _copy(key: BlockKey, sources: Sequence[_Pool], target: Backend) -> None:
     """Copy the block from the first source that can send it.
 
-    Raises Unreachable if the target is lost, else the error of the last source.
+    Raises Unreachable if the target is lost, the target's error if the target refuses, else the error of the
+    last source.
     """
     errors: list[MooncakeError] = []
     for source in sources:

@@ -25,7 +25,7 @@ from mooncake.security.keys import ClusterKey
 _DECODER = msgspec.msgpack.Decoder(FromRemotePool)
 _CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
 _LOOKUP_BYTES = 1 << 20
-"""Before a put of this many bytes or more, the client asks which blocks the pool has already."""
+"""The bytes of a put from which on the client first asks which blocks the pool has already."""
 
 
 class StreamedConnection(PoolConnection):
@@ -68,7 +68,7 @@ class StreamedConnection(PoolConnection):
     def _prove(self, key: ClusterKey, timeout_s: float) -> None:
         """Prove to the pool that this side knows `key`, and check the pool's proof.
 
-        Gives up after `timeout_s` seconds.
+        Raises ConfigError if the pool has another key, TimeoutError if its proof takes more than `timeout_s`.
         """
         due_s = time.monotonic() + timeout_s
         client = GreetingClient(key, POOL)

@@ -67,8 +67,10 @@ _TOKEN_BYTES = 1 << 17
 
 
 class WorkerClient:
-    """A worker's attachment to its messenger. Made by `connect`, ended by `close` or by the messenger's
-    end."""
+    """A worker's attachment to its messenger, made by `connect`.
+
+    The attachment ends with `close`, or when the messenger ends.
+    """
 
     def __init__(self, calls: WorkerCalls, attached: Attached, segment: Segment) -> None:
         self.address = attached.address
@@ -128,7 +130,7 @@ class WorkerClient:
             raise
 
     async def has_all(self, keys: Sequence[BlockKey]) -> bool:
-        """Return whether the pool has all these blocks, in any tier. The call does not count as a use."""
+        """Return whether DRAM or SSD has each of these blocks. The call does not count as a use."""
         return all((await self._calls.ask(Lookup(self._calls.new_id(), list(keys)), Located)).locations)
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> None:
@@ -148,7 +150,7 @@ class WorkerClient:
         await self._calls.ask(UnpinBlocks(self._calls.new_id(), list(keys), hard=False), Count)
 
     async def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Remove from every tier the blocks of `keys` that are neither in use nor pinned."""
+        """Remove blocks from DRAM and SSD, except blocks that are in use in DRAM or pinned."""
         await self._calls.send(DropIdle(list(keys)))
 
     async def report_device(self, keys: Sequence[BlockKey], *, is_stored: bool) -> None:
@@ -268,7 +270,7 @@ class WorkerClient:
         await self._calls.send(StopFetch(reservation_id))
 
     async def verify(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Have these blocks compared with their checksums, in every tier.
+        """Have the copies of these blocks in DRAM and on SSD compared with their checksums.
 
         Returns the keys of blocks with a damaged copy, which was dropped.
         """

@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 class MooncakeServeL2Adapter(L2AdapterInterface):
     """The second level (L2) of LMCache's storage, in one or more pools of mooncake-serve.
 
-    LMCache makes it with the `adapter_params` of its configuration, and calls it from any thread.
+    LMCache makes the adapter with the `adapter_params` of its configuration, and calls the adapter's methods
+    from any thread.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
@@ -50,7 +51,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
             params: `pool`, one address or a list of addresses; for addresses on other hosts also `key_file`.
             l1_memory_desc: LMCache's description of its own memory, which is not used.
 
-        Raises ConfigError for other params.
+        Raises ConfigError for an unknown parameter, and for a missing or invalid `pool`.
         """
         super().__init__()
         self._pools = _Pools(params)
@@ -85,8 +86,11 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
         return results
 
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        """Begin to look objects up, and return the task's id. Found objects are kept until
-        `submit_unlock`."""
+        """Begin to look objects up, and return the task's id.
+
+        Found objects in pools on this host are kept until `submit_unlock`, at most `_LOCK_S` seconds. Objects
+        in other pools are not kept.
+        """
         return self._begin(lambda task: self._look_up(task, keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -167,7 +171,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
             with self._lock:
                 for key in leased:
                     self._held.setdefault(key, []).append(shared)
-        # Others may be in pools of other hosts.
+        # Blocks that are not leased may be in pools on other hosts.
         return [tier is not None for tier in pool.exists(keys)]
 
     def _unlock(self, keys: list[BlockKey]) -> None:
@@ -223,7 +227,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
 
 
 class _SharedLease:
-    """A lease of several blocks. It is ended when the last of these blocks is unlocked."""
+    """A lease of several blocks, which is ended when the last of these blocks is unlocked."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -248,10 +252,10 @@ class _Pools:
         self._client: KVCachePool | None = None
 
     def connected(self, object_bytes: int | None) -> KVCachePool | None:
-        """Return the client, connected if need be. Returns None if `object_bytes` is None and no client is
-        connected.
+        """Return the client of the pools, which is connected by the first call with `object_bytes`.
 
-        Raises MooncakeError if no pool answers, or if the pools have other blocks.
+        `object_bytes`: the size of LMCache's objects; None while it is unknown. Then the result is None if
+        there is no client yet. Raises MooncakeError if no pool answers, or if the pools have other blocks.
         """
         with self._lock:
             if self._client is None and object_bytes is not None:

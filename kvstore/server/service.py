@@ -51,7 +51,7 @@ _DECODER = msgspec.msgpack.Decoder(ToPool)
 _FLUSH_S = 2.0
 """Seconds for which blocks are written to SSD before the process ends.
 
-The supervisor kills a messenger 5 s after it has asked for the end.
+The process exits `STOP_DEADLINE_S` seconds after the signal to end in any case (`mooncake.node.process`).
 """
 _REPLAYED_BATCHES = 1000
 """Batches of KV events that are kept for replays: some 10 s under full load."""

@@ -71,9 +71,10 @@ class Disk:
         self._pause_s = _FIRST_PAUSE_S
 
     async def run(self, work: Callable[[], None]) -> None:
-        """Run blocking work on the slab. Work that exceeds the deadline suspends the disk.
+        """Run blocking work on the slab in a thread, and wait for its end.
 
-        The caller must not cancel the call. Raises OSError, or Suspended if the work was not begun.
+        The disk is suspended if the work exceeds the deadline or raises OSError. The caller must not cancel
+        the call. Raises that OSError, or Suspended if the work was not begun.
         """
         await self._take_thread()
         loop = asyncio.get_running_loop()
@@ -100,7 +101,7 @@ class Disk:
             self._give_back_thread()
 
     async def _take_thread(self) -> None:
-        """Wait for a thread.
+        """Wait for a thread. Raises Suspended if the disk is suspended meanwhile.
 
         The wait is caused by other work, and does not count against the deadline of the work that waits.
         """
@@ -168,13 +169,16 @@ class Disk:
         position: int,
         num_uses: int,
     ) -> None:
-        """Write a block and its record to the disk. Raises the errors of `run`."""
+        """Write a block to the disk, and then its record if `write` is still wanted.
+
+        `block` is as for `Slab.write`. Raises the errors of `run`.
+        """
         self._last_use += 1
         record = Record(key, checksums, self._last_use, position, num_uses)
         await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))
 
     def drop(self, slot: int) -> None:
-        """Remove the block in `slot` from the index."""
+        """Remove the block in `slot` from the index, and erase its record."""
         self.allocator.unseal(slot)
         if not self.allocator.num_users[slot]:
             self.allocator.free(slot)
@@ -183,7 +187,7 @@ class Disk:
     def erase(self, slot: int) -> None:
         """Erase the record in `slot` at once, unless the slot has got another block meanwhile.
 
-        So the removed block is not found after a crash.
+        Thus a removed block is not found after a crash.
         """
         self.slab.erase(slot, lambda: self.allocator.table.state_of[slot] in _GONE)
 

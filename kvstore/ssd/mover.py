@@ -1,11 +1,11 @@
-"""The mover, which keeps pages free and moves blocks between the tiers, beside the requests.
+"""The mover, which keeps pages free and moves blocks between DRAM and SSD in the background.
 
 When fewer pages are free than the low watermark, the mover frees pages up to the high watermark, coldest
 first. A block that SSD holds is evicted at once. Other blocks are demoted, that is written to SSD first.
 Without SSD, or while every disk is suspended, all blocks are evicted at once. A request that needs blocks
 from SSD waits only for their promotion, and for pages.
 
-Owns: demotions and promotions in flight, removal from all tiers. Does not know: requests, disks.
+Owns: demotions and promotions in flight, removal from both tiers. Does not know: requests, disks.
 """
 
 import asyncio
@@ -139,10 +139,9 @@ class Mover:
             )
 
     async def flush(self, timeout_s: float) -> None:
-        """Write the blocks that only DRAM has to SSD, most recently used first, for at most `timeout_s`
-        seconds.
+        """Write the blocks that SSD lacks from DRAM to SSD, the most recently used first.
 
-        Called before the process ends.
+        The call takes at most `timeout_s` seconds. It is the last call before the process ends.
         """
         if self._ssd is None:
             return
@@ -221,9 +220,9 @@ class Mover:
         self.wake()
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block from every tier, and stop its demotion or promotion.
+        """Remove a block from DRAM and SSD, and stop its demotion or promotion.
 
-        Returns whether a tier had the block.
+        Returns whether DRAM or SSD had the block.
         """
         if (promotion := self._promotions.pop(key, None)) is not None:
             promotion.is_current = False
@@ -235,11 +234,11 @@ class Mover:
 
     @contextlib.asynccontextmanager
     async def keep_promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
-        """Make a context in which the blocks of `keys` that any tier has are in DRAM and stay there.
+        """Make a context in which the blocks of `keys` that DRAM or SSD has are in DRAM, and stay there.
 
-        Blocks stay on SSD if there are not enough pages, or if their promotion takes too long. `patiently`:
-        wait also for pages that other requests have to release; otherwise wait only for pages that become
-        free without a release.
+        A block that cannot get a page, or whose promotion takes too long, is left on SSD. `patiently`: wait
+        also for pages that other requests have to release; otherwise wait only for pages that become free
+        without a release.
         """
         claims = _Claims()
         try:
@@ -260,7 +259,7 @@ class Mover:
                 self._release_if_unclaimed(promotion)
 
     def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
-        """Return whether each block of `keys` that some tier has is in DRAM."""
+        """Return whether no block of `keys` is on SSD only."""
         ssd = self._ssd
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 

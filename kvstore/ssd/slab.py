@@ -126,10 +126,10 @@ class Slab:
     def store(
         self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Write a block, and then its record if `is_wanted` returns True at that time.
+        """Write a block as `write` does, and then its record if `is_wanted` returns True at that time.
 
-        From the beginning until then the slot has no record, so neither its former block nor the new one can
-        be found.
+        While the block is written the slot has no record: neither the slot's former block nor the new block
+        can be found.
         """
         with self._records:
             self.table.clear(slot)
@@ -141,7 +141,10 @@ class Slab:
                 self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
 
     def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
-        """Erase the record in `slot`, unless the slot has got another block meanwhile."""
+        """Erase the record in `slot` if `is_free` returns True.
+
+        `is_free` must return False if the slot has got another block meanwhile.
+        """
         with self._records:
             if is_free():
                 self.table.clear(slot)
@@ -165,7 +168,10 @@ class Slab:
 
 
 def _lock(path: Path) -> int:
-    """Lock the slab for this process, for as long as the returned descriptor is open."""
+    """Lock the slab for this process, for as long as the returned descriptor is open.
+
+    Raises ConfigError if another process has locked the slab, OSError if the lock file cannot be used.
+    """
     fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +227,7 @@ def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
 
 
 def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
-    """Create an empty slab at `path`, all of its space allocated, and return its header."""
+    """Create an empty slab at `path`, all of its space allocated, and return its header. Raises OSError."""
     new_path = Path(f"{path}.new")
     for leftover in (path, new_path):
         leftover.unlink(missing_ok=True)

@@ -43,8 +43,10 @@ class Loaded:
 
 
 class SsdTier:
-    """The pool's tier on disks, the `LowerTier` of DRAM. `on_health` is called when a disk fails or
-    recovers."""
+    """The pool's tier on disks, the `LowerTier` of DRAM.
+
+    `on_health` is called when a disk is suspended or resumes.
+    """
 
     def __init__(
         self,
@@ -134,9 +136,10 @@ class SsdTier:
             disk.give_back(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
-        """Read a block into `page` (a whole page stride). Returns its record; None if no disk has it intact.
+        """Read a block into `page` (a whole page stride). Returns its record; None if that is impossible.
 
-        The caller must not cancel the call, as a thread writes to the page until the call returns.
+        A copy that is damaged or cannot be read is removed. The caller must not cancel the call, as a thread
+        writes to the page until the call returns.
         """
         found = self._find(key)
         if found is None:
@@ -219,7 +222,7 @@ class SsdTier:
         return int(disk.allocator.table.positions[slot])
 
     def forget(self, key: BlockKey) -> bool:
-        """Remove a block from every disk. Returns whether a disk had the block."""
+        """Remove a block from every disk, and stop its demotion. Returns whether a disk had the block."""
         if (write := self._writing.get(key)) is not None:
             write.is_wanted = False
             write.disk.slab.erase(write.slot, lambda: True)

@@ -61,6 +61,9 @@ _InFlight = deque[tuple[_Request, list[_Asking]]]
 class BlockFetch:
     """A fetch for one reservation. `run` is called once.
 
+    The constructor raises PoolError if a block of the call does not exist, is named twice, has no key, or has
+    layers already.
+
     `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first `num_blocks`
     blocks have arrived. A call with the same numbers means that the sources go on sending.
     """
@@ -81,7 +84,7 @@ class BlockFetch:
         self._num_wanted = len(self._blocks)
         """Number of blocks before the first block that a source is known to lack."""
         self._pages = {block.page for block in self._blocks}
-        """Pages of the blocks that have not been given up. No request for a given up block is in flight."""
+        """Pages of the blocks that have not been given up. No request for other blocks is in flight."""
         if len(self._pages) < len(indices):
             raise PoolError("a fetch names a block twice")
         self._num_layers = 0
@@ -194,7 +197,7 @@ class BlockFetch:
         return max(1, min(num_at_once, layout.num_layers // _FEWEST_STEPS))
 
     def _num_parts(self, peers: Sequence[OutgoingSession]) -> int:
-        """Return in how many requests the peers are asked for a layer, one for each connection."""
+        """Return the number of requests for one layer: at most one for each connection to a peer."""
         num_bytes = self._num_layers_at_once * len(self._blocks) * self._segment.layout.layer_bytes
         return max(1, min(num_bytes // _LEAST_PART_BYTES, *(len(peer.lanes) for peer in peers)))
 
@@ -274,8 +277,10 @@ def _num_received_bytes(peers: Sequence[OutgoingSession]) -> int:
 
 
 async def _end(asking: Sequence[_Asking]) -> None:
-    """Cancel tasks, and wait until none of them writes any more, even if the caller is cancelled
-    meanwhile."""
+    """Cancel tasks, and wait until all have ended and none writes any more.
+
+    The wait goes on if the caller is cancelled meanwhile.
+    """
     for task in asking:
         task.cancel()
     while not all(task.done() for task in asking):

@@ -79,8 +79,10 @@ class Grants:
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
-        """Completed grants. Writes to them may come again if an acknowledgement was lost with a
-        connection."""
+        """The ids of the latest completed grants, oldest first.
+
+        A write to one of them may come again, if its acknowledgement was lost with a connection.
+        """
         self.num_unlisted = 0
         """Grants that peers of this host could not write to themselves, as the copy table was full."""
         self._unlisted = Doubling(1)
@@ -117,7 +119,10 @@ class Grants:
         return reservation.reservation_id in self._by_reservation and not reservation.by_page[page].found
 
     async def wait_arrived(self, reservation: PageReservation) -> None:
-        """Wait until all granted pages are complete. Raises TransferError if they never will be."""
+        """Wait until all granted pages are complete.
+
+        Raises TransferError if they never will be, PoolError if the reservation has no grant.
+        """
         grant = self._by_reservation.get(reservation.reservation_id)
         if grant is None:
             raise PoolError(f"reservation {reservation.reservation_id} has no grant")
@@ -175,7 +180,7 @@ class Grants:
     ) -> memoryview | None:
         """Begin the write of some heads of a layer, after `begin` has checked page and layers.
 
-        Returns the target; None if there is nothing to write.
+        Returns the target; None if the same bytes are there already. Raises WriteRefused.
         """
         try:
             positions = self._segment.layout.head_positions(heads)
@@ -283,7 +288,7 @@ class Grants:
         """Return a random id for a grant, and enter the id in the copy table for writers of this host.
 
         If the table has no free entry, writers of this host leave the copying to this messenger, like writers
-        without a copy slot. Ids are random, so that ids of an earlier life of this messenger are unknown.
+        without a copy slot. Ids are random, so that ids of an earlier messenger process are unknown.
         """
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)

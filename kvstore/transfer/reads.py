@@ -33,9 +33,9 @@ class Reads:
     async def lease(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """Lease blocks as `ReadSource.lease` does.
+        """Lease blocks as `ReadSource.lease` does. Raises PoolError for an invalid key.
 
-        Blocks only on SSD are promoted first, as far as there is room.
+        Blocks that only SSD has are promoted first, as far as there is room.
         """
         _check(keys)
         async with self._mover.keep_promoted(keys, patiently=False):
@@ -44,7 +44,7 @@ class Reads:
     def lease_now(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """Lease blocks now, as `ReadSource.lease_now` does. Returns None if a block is on SSD only."""
+        """Lease blocks now, as `ReadSource.lease_now` does. Returns None if only SSD has one of them."""
         _check(keys)
         return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
@@ -57,7 +57,7 @@ class Reads:
         return len(there)
 
     def verify(self, keys: Sequence[BlockKey], layers: range) -> None:
-        """Verify `layers` of these blocks, and drop damaged blocks."""
+        """Verify `layers` of those of these blocks that are in DRAM, and drop damaged blocks."""
         positions = self._segment.layout.positions(layers)
         for key in keys:
             page = self._pool.find(key)

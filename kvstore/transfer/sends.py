@@ -75,7 +75,7 @@ class Sends:
     def start(self, reservation: PageReservation, grant: Grant, ref_text: str) -> None:
         """Start to send a reservation to `grant` and to its `others`, the grants of the receiver's group.
 
-        Raises PoolError if the reservation is being sent already.
+        Raises PoolError if the reservation is being sent already, or has fewer blocks than a grant names.
         """
         if reservation.reservation_id in self._of:
             raise PoolError(f"reservation {reservation.reservation_id} is being sent already")
@@ -136,9 +136,9 @@ class GrantSend:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unplaced = 0
-        """The number of layers that are not submitted yet, and of those that are not placed yet.
+        """The number of layers that are not submitted yet, and the number of layers that are not placed yet.
 
-        The numbers count the layers of all blocks. Both are 0 until the receiver's shard is known.
+        Both numbers count the layers of all blocks, and are 0 until the receiver's shard is known.
         """
         self._heads: range | None = None
         """Heads of the model that are sent; None if the receiver has the same heads as this pool."""

@@ -30,10 +30,10 @@ class Overlap(NamedTuple):
 
 
 def overlaps(ours: KVLayout, group: Sequence[PoolShard]) -> list[Overlap]:
-    """Return the overlaps of this pool's shard with the members' shards. Members without an overlap are left
-    out.
+    """Return the overlaps of this pool's shard with the members' shards.
 
-    Raises TransferError unless every head of every layer of `ours` is in exactly one shard of `group`.
+    Members without an overlap are left out. Raises TransferError unless every head of every layer of `ours`
+    is in exactly one shard of `group`.
     """
     found = []
     for shard in group:

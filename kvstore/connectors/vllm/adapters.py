@@ -34,8 +34,10 @@ class Adapters:
 
 
 def directory_digest(directory: Path) -> str | None:
-    """Return the SHA-256 of an adapter's configuration and weights; None if files are missing or
-    unreadable."""
+    """Return the SHA-256 of an adapter's configuration and weights.
+
+    The result is None if a file is unreadable, or if there are fewer than two files.
+    """
     digest = hashlib.sha256()
     try:
         files = sorted({path for pattern in _PATTERNS for path in directory.glob(pattern)})

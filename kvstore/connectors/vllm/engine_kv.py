@@ -36,7 +36,7 @@ class EngineKV:
         """Return the KVCache of an engine with this configuration.
 
         Raises ConfigError for a KVCache that blocks of a pool cannot hold, ModelError for a model without
-        identity.
+        identity, MismatchError if the checkpoint describes another KVCache than vLLM.
         """
         _refuse_splits(vllm_config.parallel_config)
         model = vllm_config.model_config
@@ -69,8 +69,10 @@ class EngineKV:
         return self.checkpoint.fingerprint(self.dtype, block_size)
 
     def check_block_size(self, block_size: int) -> None:
-        """Check that a block is a whole number of pages, or a page a whole number of blocks. Raises
-        MismatchError."""
+        """Check that a block is a whole number of pages, or a page a whole number of blocks.
+
+        Raises MismatchError.
+        """
         if self.page_tokens % block_size and block_size % self.page_tokens:
             raise MismatchError(
                 "block size",
@@ -132,7 +134,10 @@ def _one_group(groups: Sequence[Any]) -> tuple[Any, list[str]]:
 
 
 def _with_overrides(checkpoint: Checkpoint, overrides: object) -> Checkpoint:
-    """Return the checkpoint with vLLM's overrides of its configuration. Overrides make it another model."""
+    """Return the checkpoint with vLLM's overrides of its configuration, which change its fingerprint.
+
+    Raises ConfigError for overrides that are no dict.
+    """
     if not overrides:
         return checkpoint
     if not isinstance(overrides, dict):

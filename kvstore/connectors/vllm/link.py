@@ -14,8 +14,8 @@ from mooncake.errors import MismatchError, MooncakeError, PoolError
 log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 32
-_FIRST_TIMEOUT_S = 2.0
-"""Seconds that a pool may take for each answer to an engine, the first answer included."""
+_ANSWER_TIMEOUT_S = 2.0
+"""Seconds that a pool may take for each answer to an engine."""
 _RETRY_S = 1.0
 _ADVICE = "give each model its own pool"
 
@@ -23,13 +23,15 @@ _ADVICE = "give each model its own pool"
 class PoolLink:
     """A client of the pools, made when a pool answers. The owner must call `close`.
 
-    The link raises only permanent errors: ConfigError, MismatchError. If no pool answers, the link retries
-    and raises no error.
+    If no pool answers, the link retries and raises no error. If a pool that answers later does not fit the
+    engine, the reason is logged, and no pool is used.
     """
 
     def __init__(self, settings: ConnectorSettings, engine: EngineKV, *, speaks: bool) -> None:
-        """Connect, or begin to retry. `speaks`: whether this side of the connector logs warnings for the
-        user."""
+        """Connect, or begin to retry. Raises ConfigError or MismatchError if the pools do not fit the engine.
+
+        `speaks`: whether this side of the connector logs warnings for the user.
+        """
         self._settings, self._engine = settings, engine
         self._level = logging.WARNING if speaks else logging.DEBUG
         self.pool: KVCachePool | None = None
@@ -86,7 +88,7 @@ class PoolLink:
             *self._settings.addresses,
             fingerprint=fingerprint,
             layout=layout,
-            timeout_s=_FIRST_TIMEOUT_S,
+            timeout_s=_ANSWER_TIMEOUT_S,
             key_file=self._settings.key_file,
             formats_anew=True,
         )

@@ -122,8 +122,7 @@ class SchedulerSide:
     # -- finding ----------------------------------------------------------------------------------
 
     def num_new_matched(self, request: Any, num_local_tokens: int) -> int | None:
-        """Return how many tokens after the first `num_local_tokens` can be loaded; None while the search goes
-        on."""
+        """Return how many tokens after the first `num_local_tokens` can be loaded; None during the search."""
         tracked = self._track(request)
         if tracked is None or not self._loads or not tracked.may_load:
             return 0
@@ -246,7 +245,7 @@ class SchedulerSide:
     def finished(self, request_id: str, num_pages: int) -> bool:
         """Forget a finished request with `num_pages` pages.
 
-        Returns whether the request keeps its pages until they are stored.
+        Returns whether the request keeps its pages, until its blocks are stored or given up.
         """
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
@@ -317,7 +316,7 @@ class SchedulerSide:
 
 
 def _root(given: object) -> BlockKey:
-    """Return the root key that a request names.
+    """Return the root key that a request names. Raises ValueError unless `given` is hexadecimal digits.
 
     A root key is a secret of the request's tenant, like `cache_salt`.
     """

@@ -68,8 +68,10 @@ class WorkerLoads:
         self._threads.submit(self._run, running)
 
     def take_finished(self) -> tuple[set[str], set[int]]:
-        """Return the requests whose loads have ended since the last call, and the pages that were not
-        filled."""
+        """Return the requests whose loads have ended since the last call, and the pages left unfilled.
+
+        The call gives up loads whose deadline has passed.
+        """
         now_s = time.monotonic()
         for running in self._running:
             if running.num_loaded is None and now_s > running.deadline_s:
@@ -97,7 +99,7 @@ class WorkerLoads:
                 running.num_loaded = num_loaded
 
     def _load(self, running: _Running) -> int:
-        """Load the leading blocks that are stored, and return their number."""
+        """Load the leading blocks that are stored, and return their number; 0 if the load is given up."""
         blocks = running.load.blocks
         layout = self._pages.layout
         for layers in _groups(len(blocks), layout.layer_bytes, layout.num_layers):

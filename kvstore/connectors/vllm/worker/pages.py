@@ -1,8 +1,9 @@
 """Copies between an engine's pages and blocks of the pool, for any order of a page's elements.
 
 A layer of a block is `[kv_head][K, V][token][head_dim]`. An attention backend may keep keys transposed or
-packed; `Orders` says where each element of a page is. Blocks and pages with different numbers of tokens are
-copied in *pieces*: the tokens that a block and a page have in common.
+packed: the `order` of `EnginePages` says where each element of a page is. Blocks and pages with different
+numbers of tokens are copied in *pieces*: the tokens that a block and a page have in common. `Orders` has the
+order of each piece.
 
 Owns: the arithmetic of pieces, the copies, checksums of gathered blocks. Does not know: vLLM, threads, when
 something is copied.
@@ -28,7 +29,8 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 class Orders(NamedTuple):
     """The order of the elements in each of n pieces: `table[rows[i]]` for piece i.
 
-    `table` is a contiguous array `[row, element]`.
+    `table` is a contiguous array `[row, element]`. Its values are places in memory, counted in elements from
+    the piece's address.
     """
 
     table: Order
@@ -124,9 +126,10 @@ class _Pieces:
 def copy_indexed(
     targets: Addresses, target_orders: Orders, sources: Addresses, source_orders: Orders, element_bytes: int
 ) -> None:
-    """Copy pieces: element i of a piece goes from offset `source_order[i]` to offset `target_order[i]`.
+    """Copy pieces: each element goes from its place in the source order to its place in the target order.
 
-    One call of the compiled code copies all pieces, and other threads run meanwhile.
+    `targets` and `sources`: the addresses of the pieces. The compiled code copies all pieces in one call, and
+    other threads run meanwhile. Without a compiler, numpy copies the pieces one by one.
     """
     if not len(targets):
         return

@@ -64,7 +64,7 @@ class _Kept:
 
 
 class WorkerStores:
-    """The stores of one worker. The engine calls all methods, none of which waits for the pool."""
+    """The stores of one worker. The engine calls all public methods, and none of them waits for the pool."""
 
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
         self._pool, self._pages = pool, pages

@@ -18,7 +18,8 @@ from messenger.wire import checksums
 class Memory:
     """The engine's pages: the address of page 0 of each layer.
 
-    `keeps` is an object that keeps the pages mapped.
+    `page_stride`: the bytes from one page of a layer to the next page. `keeps`: an object that keeps the
+    pages mapped.
     """
 
     layers: list[int]
