@@ -56,9 +56,9 @@ SIDES = (*OURS, *PEERS)
 
 
 class Load(NamedTuple):
-    """A load: requests of `source`, in one of two ways.
+    """A load: requests of `source`, which are sent in one of two ways.
 
-    They are sent at their own times for `duration_s` seconds, or by `num_clients` clients, each of which
+    Requests are sent at their own times for `duration_s` seconds, or by `num_clients` clients, each of which
     sends its next request after the last answer.
     """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.isolation [--rounds N] [--only NAME ...] [mooncake-serve flags]
 
-It starts `mooncake-serve` on a free port, by default with one instance for both phases, and with an
-API key for each of two tenants. The large tenant keeps sending a load that any client is allowed to send. The
-small tenant asks again and again for two tokens after a prompt of 16 random tokens, with a user's pauses.
+The benchmark starts `mooncake-serve` on a free port, by default with one instance for both phases, and with
+an API key for each of two tenants. The large tenant keeps sending a load that any client is allowed to send.
+The small tenant asks again and again for two tokens after a prompt of 16 random tokens, with a user's pauses.
 Each load is one row; the first row is the idle server. `times idle` is the p99 of TTFT divided by that of the
 idle server. `gap` is the p50 of the time between the two tokens.
 """
@@ -52,8 +52,10 @@ async def whole(http: httpx.AsyncClient, path: str, bodies: Iterator[Body]) -> i
 
 
 async def pipelined(http: httpx.AsyncClient, path: str, bodies: Iterator[Body]) -> int:
-    """Send requests over one connection, without waiting for answers to earlier ones. Returns the last
-    answer's status."""
+    """Send requests over one connection, without waiting for answers to earlier ones.
+
+    Returns the last answer's status.
+    """
     reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
     with contextlib.closing(writer):
         writer.write(b"".join(in_bytes(http, path, body) for body in itertools.islice(bodies, FLOOD)))
@@ -205,7 +207,7 @@ async def send_until_told(url: str, key: str, load: Load, seed: int, end: Connec
 
 
 def run_load(url: str, key: str, name: str, seed: int, end: Connection) -> None:
-    """Be the process of a load."""
+    """Send a load until a message arrives over `end`. This is the main function of the load's process."""
     [load] = [load for load in LOADS if load.name == name]
     with contextlib.suppress(EOFError, ConnectionError):  # the measuring process has ended early
         asyncio.run(send_until_told(url, key, load, seed, end))
@@ -265,7 +267,8 @@ async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[fl
 async def beside(small: httpx.AsyncClient, key: str, load: Load, num_rounds: int) -> Measured:
     """Measure the small tenant's requests beside `load`, which is sent with `key`.
 
-    If a load does not settle, it begins anew for each small request.
+    If a load does not settle, a fifth of `num_rounds` small requests are measured, and the load begins anew
+    for each.
     """
     rng, url = random.Random(load.name), str(small.base_url)
     rows = []
@@ -296,7 +299,7 @@ async def idle(http: httpx.AsyncClient) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is at least equal to `share` of all values."""
+    """Return the smallest value such that at least `share` of all values are no larger."""
     return sorted(values)[max(0, -(-int(len(values) * share * 1000) // 1000) - 1)]
 
 

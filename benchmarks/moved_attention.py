@@ -161,7 +161,7 @@ class Steps:
 
 
 async def compare(shape: str, batch_size: int, num_tokens: int, host: str | None, *, sequences: bool) -> None:
-    """Measure one model and batch size, and print a row. `host` names the helper's host; None for this."""
+    """Measure one model and batch size, and print a row. `host`: the helper's host, or None for this one."""
     steps = Steps(shape, batch_size, num_tokens)
     num_kv_heads = steps.model.spec.num_kv_heads
     part = ModulesPart(share=0.5) if sequences else ModulesPart(num_kv_heads // 2)

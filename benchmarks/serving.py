@@ -2,9 +2,9 @@
 
   python -m benchmarks.serving [mooncake-serve flags]
 
-It starts `mooncake-serve --role all` on a free port with the given flags, by default with one prefill and one
-decode instance. It measures single requests and a closed loop, and prints two tables. Prompts are random
-tokens, different for each request, so nothing is cached.
+The benchmark starts `mooncake-serve --role all` on a free port with the given flags, by default with one
+prefill and one decode instance. It measures single requests and a closed loop, and prints two tables. Prompts
+are random tokens, different for each request, so nothing is cached.
 """
 
 import json

@@ -2,10 +2,11 @@
 
     python -m benchmarks.conductor.decision NUM_INSTANCES NUM_BLOCKS      (one size, one JSON line)
 
-Half of the instances prefill, and half decode. Prompts and holders are those of the index's benchmark. Every
-instance has requests, and both SLOs are set. Usually the TBT SLO is met even if all known work is decoded at
-once, so no forecast is needed. A check that needs the forecast has a column of its own. The table has wall
-time and the thread's CPU time: a difference between the two is the work of other processes.
+Half of the instances prefill, and half decode. Prompts, and the instances that hold their blocks, are those
+of the index's benchmark. Every instance has requests, and both SLOs are set. Usually the TBT SLO is met even
+if all known work is decoded at once, so no forecast is needed. A check that needs the forecast has a column
+of its own. The table has wall time and the thread's CPU time: a difference between the two is the work of
+other processes.
 
 Owns: this workload, its table. Does not know: how a decision is made.
 """

@@ -3,8 +3,8 @@
     python -m benchmarks.conductor.index NUM_INSTANCES NUM_BLOCKS      (one size, one JSON line)
 
 Prompts have 64 blocks (16k tokens in blocks of 256). The first 8 blocks are a system prompt that every
-instance holds. The other blocks have one to four holders each. A fifth of the prompts have the second half of
-these blocks on SSD.
+instance holds. Each of the other blocks is held by one to four instances. A fifth of the prompts have the
+second half of these blocks on SSD.
 
 Owns: this workload, its tables. Does not know: placement.
 """

@@ -156,7 +156,7 @@ def simulate(numbers: range, cluster: Cluster, said: "Queue[str]") -> None:
 def await_words(said: "Queue[str]", word: str, times: int) -> None:
     """Wait until `word` has come `times` times from simulated instances.
 
-    Raises ServerError if it does not.
+    Raises ServerError if that takes more than `_DEADLINE_S` seconds.
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     while times:

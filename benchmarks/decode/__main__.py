@@ -203,8 +203,10 @@ def host_totals(url: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run the comparison that the command line names, and exit with 1 if a figure misses its limit (its
-    *bar*)."""
+    """Run the comparison that the command line names.
+
+    Exit with 1 if a figure misses its limit (its *bar*).
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description=__doc__,

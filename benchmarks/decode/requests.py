@@ -54,7 +54,7 @@ class Answer:
 
 
 class Sender:
-    """Sends completions to one server, with random prompts that the server has not cached."""
+    """A sender of completions to one server, with random prompts that the server has not cached."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, seed: int = 0) -> None:
         self._url, self._http = url, http

@@ -150,7 +150,7 @@ def buffers(effort: Effort) -> None:
 def tcp(effort: Effort, python: Path | None) -> None:
     """Measure put and get over TCP on loopback from a second process.
 
-    `python` runs the peer; None: without it.
+    `python` runs the peer; None: without the peer.
     """
     with contextlib.ExitStack() as stack:
         store, stream = (
@@ -206,8 +206,10 @@ def _put_and_get(title: str, effort: Effort, sides: Mapping[str, Side], *, has_l
 
 
 def ssd(effort: Effort, directory: Path) -> None:
-    """Measure random reads and writes of slots in our slab file, and the same with fio, if installed, as the
-    limit."""
+    """Measure random reads and writes of slots in our slab file.
+
+    The limit is fio, if installed, with the same reads and writes.
+    """
     rows = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="benchmark-") as folder:
         fio = FioFile(Path(folder), effort.disk_bytes) if has_fio() else None

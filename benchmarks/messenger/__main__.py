@@ -42,8 +42,10 @@ NUM_CONCURRENT = 64
 PEER = "Transfer Engine"
 RAW, STREAMING, MEMCPY = "raw TCP", "raw TCP, streaming", "memcpy"
 LARGE_BYTES = 1 << 20
-"""Blocks of this many bytes or more have limits (*bars*): least shares of raw TCP, of memcpy and of the
-peer."""
+"""The bytes of a block from which on there are limits (*bars*).
+
+The limits are least shares of raw TCP, of memcpy and of the peer.
+"""
 SHARES = "Throughputs are medians over rounds, their shares medians of the shares within each round."
 
 
@@ -107,10 +109,9 @@ def ours_name(transport: str) -> str:
 
 @contextlib.contextmanager
 def engines(python: Path | None) -> Iterator[dict[str, TransferSide]]:
-    """Make a context with our transfers over each transport of `ENGINES` and, if `python` is given, the
-    peer's.
+    """Make a context with our transfers over each transport of `ENGINES`, and with the peer's.
 
-    `python` runs the peer's Transfer Engine.
+    `python` runs the peer's Transfer Engine; None: without the peer.
     """
     with contextlib.ExitStack() as stack:
         sides: dict[str, TransferSide] = {

@@ -37,8 +37,10 @@ class Engine(Protocol):
     """
 
     memory: Memory
-    """The local memory. The engine makes it, because some engines need a buffer of their own or registered
-    memory."""
+    """The local memory, which the engine makes.
+
+    Some engines need a buffer of their own, or registered memory.
+    """
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's event loop, if it has one. `work` may await the other methods."""

@@ -6,10 +6,10 @@ There are two decode instances with the default model, one core each, with real 
 decodes other streams at the same time. A stream with a context of each size moves from one instance to the
 other and back. Before a move its destination's pool holds none of its blocks, so all blocks travel. The ways:
 
-  none           the stream stays, for the same number of tokens as in the migration before
-  migration      its blocks are copied while it is decoded, then it is handed over
-    stop and copy  it is handed over first
-    recompute      the same, but the other instance computes its KVCache again
+    none           the stream stays, for the same number of tokens as in the migration before
+    migration      the stream's blocks are copied while it is decoded, then it is handed over
+    stop and copy  the stream is stopped first, and its blocks are copied afterwards
+    recompute      the stream is stopped, and the other instance computes its KVCache again
 
 The pause is the longest gap between two tokens, from the first order until three tokens after the move.
 Throughput is measured over the same time: the throughput of the other streams at source and destination,
@@ -184,8 +184,7 @@ def report(num_tokens: int, measured: dict[str, Measured], iteration_s: float) -
 
 
 async def run(sizes: Sequence[int], num_moves: int, num_others: int) -> bool:
-    """Measure all sizes. Returns whether all figures are within their limits and all streams have the right
-    tokens.
+    """Measure all sizes. Returns whether figures are within their limits, and tokens are right.
 
     The right tokens are those of equal streams that do not move.
     """

@@ -1,5 +1,6 @@
-"""The pauses of streams while layers, KV heads or parts of sequences move, and the gain of a pipeline of two
-decode instances.
+"""The pauses of streams while layers, KV heads or parts of sequences move to another instance and back.
+
+For layers, the gain of a pipeline of two decode instances is measured, too.
 
     python -m benchmarks.migration.modules [--layers START:STOP | --heads N | --sequences SHARE] [--batch N]
         [--moves N] [--two-hosts]

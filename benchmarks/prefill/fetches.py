@@ -45,7 +45,10 @@ class TimedPool(WorkerClient):
         blocks: Sequence[int],
         on_layers: Callable[[int, int], None],
     ) -> tuple[list[int], list[int]]:
-        """Fetch as `WorkerClient.fetch` does. Layers that arrive together share the time since the last."""
+        """Fetch as `WorkerClient.fetch` does, and time the arrivals.
+
+        Layers that arrive together share the time since the previous arrival.
+        """
         arrivals_s, last_s = list[float](), time.perf_counter()
         self.arrivals_s = arrivals_s
 
@@ -145,7 +148,7 @@ def _row(measured: Measured) -> str:
 
 
 class _Rig:
-    """A worker here, and the holder of its prefixes on another host."""
+    """A worker here, and an instance on another host that holds its prefixes."""
 
     def __init__(self, bench: Bench, holder: WorkerClient, host: str) -> None:
         self._bench, self._holder, self._host = bench, holder, host

@@ -42,7 +42,7 @@ class OverLink(NamedTuple):
 
 
 def needed_bits_per_s(num_cached: int, alone_s: float) -> float:
-    """Return the bandwidth at which T_KV by equation 13 is a layer's part of the computation alone."""
+    """Return the bandwidth at which T_KV (equation 13) is the time of a layer in the computation alone."""
     return _layer_bits(num_cached) * NUM_LAYERS / alone_s
 
 

@@ -17,7 +17,7 @@ from benchmarks.report import Found, Report
 
 NUM_TOKENS = 800
 _MOST_MORE_BYTES = 256 << 20
-"""The bytes of device memory that a restarted worker may take beyond the memory of its earlier life."""
+"""The bytes of device memory that a restarted worker may take beyond that of its former process."""
 
 
 class Changes:

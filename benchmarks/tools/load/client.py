@@ -147,7 +147,7 @@ class Client:
     def body(self, request: Planned) -> bytes:
         """Return the JSON body of a request.
 
-        To be called before the request is due, because it takes time.
+        To be called before the request is due, because making the body takes time.
         """
         prompt = self._prompts.text(request) if self._run.as_text else self._prompts.tokens(request)
         ignore_eos = {"ignore_eos": True} if self._run.ignore_eos else {}

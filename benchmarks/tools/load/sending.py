@@ -16,8 +16,7 @@ OnOutcome = Callable[[Outcome], None]
 
 
 class Sender:
-    """The sender of share number `share` of `num_shares`. It sends every `num_shares`-th request of the
-    run."""
+    """The sender of share number `share` of `num_shares`: every `num_shares`-th request of the run."""
 
     def __init__(
         self,

@@ -32,8 +32,10 @@ PERIOD_S = 2
 LINK_BYTES_PER_S = 300e9
 """Bytes a second between two devices of a node: NVLink of an A100, in one direction (data sheet)."""
 _MOST_LENT = 0.5
-"""The largest part of its time that a helper with passes of its own gives to an owner's layers: both have
-the same right to it."""
+"""The largest share of its time that a helper with passes of its own gives to an owner's layers.
+
+Owner and helper have the same right to this time.
+"""
 
 
 class Place(NamedTuple):
@@ -47,7 +49,7 @@ class TwoStages:
     """The costs of a batch that is decoded by two stages. The second one has `share` of the layers."""
 
     def __init__(self, whole: Costs, share: float) -> None:
-        """`whole` are the costs of one device with all layers."""
+        """Derive the costs of two stages from `whole`, the costs of one device with all layers."""
         self._whole, self._first = whole, 1 - share
         self.kv_token_s = self._first * whole.kv_token_s
         self.profiled = whole.profiled
@@ -77,7 +79,7 @@ class SharedDevices(Machine):
         return 1.0
 
     def place(self, owner: str, place: Place | None) -> None:
-        """Record where the layers of `owner` are; None for at home."""
+        """Record where moved layers of `owner` are; None if all of its layers are at `owner`."""
         before = self.places.pop(owner, None)
         if place is not None:
             self.places[owner] = place

@@ -24,8 +24,10 @@ _CONFIG = "configs/local-cpu.yaml"
 
 @dataclass(frozen=True, slots=True)
 class RealServer:
-    """A server by the numbers of its instances. `flags` are those of `mooncake-serve`, beside the
-    configuration."""
+    """A server, described by the numbers of its instances.
+
+    `flags` are flags of `mooncake-serve` in addition to the configuration.
+    """
 
     num_prefill: int
     num_decode: int

@@ -115,10 +115,10 @@ def terms_of(
 ) -> Terms:
     """Return the terms of BanaServe's objective (section 4.3, equation 19).
 
-    U_avg is the computing that the finished requests need (equations 24 and 26) by the seconds of all
-    instances (equation 27). A prompt needs the time that an idle instance takes for it, and a further output
-    token the time that it takes in the largest batch. So a decode instance that iterates all the time with
-    few requests counts as little used.
+    U_avg is the computing that the finished requests need (equations 24 and 26), divided by the seconds of
+    all instances (equation 27). A prompt needs the time that an idle instance takes for it, and a further
+    output token the time that it takes in the largest batch. So a decode instance that iterates all the time
+    with few requests counts as little used.
 
     Args:
         results: The results of a run.

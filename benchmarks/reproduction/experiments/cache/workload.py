@@ -17,8 +17,7 @@ PICTURE = "workload.svg"
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
-    """Return the means and quantiles of lengths, the shares of blocks by their hits, and a picture of
-    both."""
+    """Return the means and quantiles of lengths, and the shares of blocks by their hits, with a picture."""
     requests = list(TraceFile(trace.path))
     inputs = sorted(request.num_input_tokens for request in requests)
     outputs = sorted(request.num_output_tokens for request in requests)

@@ -135,11 +135,10 @@ def run(trace: Trace, folder: Path) -> Outcome:
 def _row(
     name: str, setup: Setup, load: Callable[[], Iterator[TraceRequest]], num_parts: int | None
 ) -> list[Cell]:
-    """Compare a rebalancing cluster with all fixed divisions of its instances into prefill and decode
-    instances.
+    """Compare a rebalancing cluster with all fixed numbers of prefill and decode instances.
 
-    The rebalancing cluster begins with equal numbers. `num_parts`: the parts of the load; None if it has
-    none.
+    The rebalancing cluster begins with equal numbers. `num_parts`: the number of parts of the load; None if
+    the load has no parts.
     """
     num = setup.num_prefill + setup.num_decode
     fixed = [

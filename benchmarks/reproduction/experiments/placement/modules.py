@@ -1,5 +1,7 @@
-"""The gain by moving modules between devices, and the largest possible one (BanaServe, Figures 1, 2(b) and 8
-to 11)."""
+"""The gain by moving modules between devices, and the largest possible gain.
+
+The published figures are BanaServe's Figures 1, 2(b) and 8 to 11.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -179,8 +181,10 @@ def _use_of_devices() -> Table:
 
 
 def _shares(results: Results, model: str, *, apart: bool) -> list[float]:
-    """Return the shares in use of peak and memory: of a prefill and a decode device, or of one with both
-    roles."""
+    """Return the used shares of peak and memory, of each device.
+
+    The devices are a prefill and a decode device (`apart`), or one device with both roles.
+    """
     card, device = model_card(model), hardware_card("a100").with_gpus(1)
     seconds = float(results["end_s"].max() - results["arrival_s"].min())
     inputs, outputs = results["num_input_tokens"], results["num_output_tokens"]

@@ -42,9 +42,9 @@ class Calibration:
     first_token_s: float
     """Seconds before a first token that are not spent at an instance that computes the prompt."""
     longest_mean: float
-    """The mean of the longest tenth of a request's gaps, divided by the mean of all gaps, which is
-    `gap_s`."""
+    """The mean of the longest tenth of a request's gaps, divided by the mean of all gaps (`gap_s`)."""
     gap_s: float
+    """The mean of all gaps between tokens, in seconds."""
     prompt_s: float = 0.0
     """Seconds for which each prompt occupies a prefill instance in addition to its passes."""
     slowdowns: tuple[float, float] = (1.0, 1.0)
@@ -52,8 +52,10 @@ class Calibration:
     join_costs: JoinCosts = NO_JOIN_COSTS
     """The costs of requests that join a batch with KVCache from elsewhere."""
     busy_prompt_s: float = 0.0
-    """Seconds that `prompt_s` becomes while the other instance computes all the time, as for that work the
-    processes of a server have no core of their own then."""
+    """The value of `prompt_s` while the other instance computes all the time.
+
+    Then the server's other processes, which do this work, have no core of their own.
+    """
 
     @property
     def costs(self) -> Corrected:

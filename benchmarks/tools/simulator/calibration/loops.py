@@ -90,7 +90,9 @@ def gap_seconds(outcome: Outcome) -> float:
 
 
 def longest_mean(outcomes: Sequence[Outcome]) -> float:
-    """Return the mean of the longest tenth of a request's gaps, divided by the mean of all gaps; at least
-    1."""
+    """Return the mean of the longest tenth of a request's gaps, divided by the mean of all gaps.
+
+    The result is at least 1.
+    """
     ratios = [outcome.tbt_s / gap_seconds(outcome) for outcome in outcomes if outcome.tbt_s is not None]
     return max(1.0, fmean(ratios))

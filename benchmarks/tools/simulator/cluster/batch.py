@@ -15,8 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 LONGEST_SHARE = 0.1
-"""The share of a request's token gaps that count for its TBT, which is the mean of the longest gaps
-(Mooncake, FAST'25)."""
+"""The share of a request's token gaps that count for its TBT: the longest ones (Mooncake, FAST'25)."""
 _MAX_RUNS = 4096
 Gaps = list[tuple[int, float]]
 """Gaps between tokens, as pairs (number of gaps, seconds of each)."""

@@ -110,8 +110,10 @@ class SimulatedPool:
             on_reserved(reservation)
 
     def _try_to_reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation | None:
-        """Return a reservation of found blocks and of fresh pages for the others; None if pages are
-        missing."""
+        """Return a reservation of found blocks, and of fresh pages for the others.
+
+        Returns None if too few pages are free or can be evicted.
+        """
         allocator = self.allocator
         places = list(map(allocator.index.get, keys))
         found = [page for page in places if page is not None]

@@ -92,8 +92,7 @@ class Node:
 
     @property
     def factor(self) -> float:
-        """The factor by which durations are longer at present, because other instances of the machine
-        compute."""
+        """The factor by which durations are longer at present, as other instances of the machine compute."""
         return 1.0 if self.machine is None else self.machine.factor(self.name)
 
     def computes(self, is_computing: bool) -> None:

@@ -73,8 +73,7 @@ class SimulatedRequest:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """The number of prompt tokens that can be reused: all but one, because at least one token is
-        computed."""
+        """The number of prompt tokens that can be reused: all but one, as at least one is computed."""
         return self.num_input_tokens - 1
 
 

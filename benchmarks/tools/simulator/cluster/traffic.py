@@ -63,8 +63,7 @@ class Traffic:
         del self._peer_of.pop(transfer).under_way[transfer]
 
     def stats(self) -> dict[str, PeerStats]:
-        """Return the counters of each peer that has had a transfer in flight at any time since the last
-        report."""
+        """Return the counters of each peer that has had a transfer in flight since the last report."""
         if not self._active:
             return {}
         report = {}

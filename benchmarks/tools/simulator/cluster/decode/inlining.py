@@ -54,7 +54,7 @@ class Mixed:
 
     @property
     def num_prompt_pairs(self) -> float:
-        """The number of pairs of such a token and an earlier one."""
+        """The number of pairs of a token of a chunk and an earlier token of the same prompt."""
         return sum(prefill_quantities(*share)[1] for share in self.shares)
 
     @property
@@ -64,10 +64,10 @@ class Mixed:
 
 
 class PrefixTurns:
-    """The turns of prompts with a common prefix: later prompts begin when an earlier one has stored the
-    prefix.
+    """The turns of prompts with a common prefix.
 
-    The rule is the server's (`workers.kvcache.shared_prefixes`).
+    Later prompts begin when an earlier one has stored the prefix. The rule is the server's
+    (`workers.kvcache.shared_prefixes`).
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -148,8 +148,10 @@ class DecodeInstance:
             self._runner.cut()
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether a request of `num_tokens` tokens fits, with room for the next token of all
-        requests."""
+        """Return whether a batch slot and device memory are free for a request of `num_tokens` tokens.
+
+        Memory is kept for the next token of every request.
+        """
         num_next = self.batch.size + len(self.inlined) + self.migrating.num_held + 1
         return num_next <= self._max_batch and self.num_free_tokens >= num_tokens + num_next
 

@@ -51,8 +51,7 @@ class Migrating:
         self._instance, self._node, self._find_request = instance, instance.node, find_request
         self._coming: dict[Ref, _Coming] = {}
         self._num_stored: dict[Ref, int] = {}
-        """The number of tokens whose blocks are stored in the pool, for each request that migrates from
-        here."""
+        """The number of tokens in blocks that the pool has, for each request that migrates from here."""
         self.num_held_tokens = 0
         """The number of tokens for which device memory is held, for requests that migrate here."""
 
