@@ -92,7 +92,7 @@ class Bench:
             await goal[0].reached(goal[1])
 
     async def end(self) -> None:
-        """End all streams. Those that begin next have the same prompts, whose KVCache is in the pool."""
+        """End all streams. The next streams have the same prompts, whose KVCache is in the pool."""
         for stream in self.streams:
             await self._rig.end(stream)
         self.streams.clear()

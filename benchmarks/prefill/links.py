@@ -47,7 +47,7 @@ def needed_bits_per_s(num_cached: int, alone_s: float) -> float:
 
 
 def crossover(ratios: Sequence[tuple[float, float]]) -> float | None:
-    """Return the bandwidth below which the transfer shows.
+    """Return the bandwidth below which the transfer shows in the time of a prefill (`LONGER`).
 
     `ratios` has bandwidths, falling, and times as multiples of the computation's. Between two bandwidths the
     time is taken to be linear in the time of the transfer. Returns None if the transfer shows at all

@@ -183,7 +183,7 @@ class KVCachePool:
         return is_there
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return the fastest tier of each block in the first pool that has the block; None without one.
+        """Return each block's fastest tier in the first pool that has the block; None if no pool has it.
 
         The call does not count as a use of the blocks.
         """
@@ -261,7 +261,7 @@ class KVCachePool:
         return self._count(keys, RemoveBlocks)
 
     def clear(self) -> int:
-        """Remove every block from every pool, and return what `remove` returns."""
+        """Remove every block from every pool. Returns the number of removed blocks, as `remove` does."""
         self._check([])
 
         def clear(connection: PoolConnection) -> int:

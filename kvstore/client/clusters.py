@@ -28,7 +28,7 @@ class Cluster(NamedTuple):
 
     @property
     def pools(self) -> list[str]:
-        """The addresses of the pools on this host."""
+        """The addresses of this cluster's pools on this host."""
         sockets = [socket for path in self.runs for socket in path.glob("worker-*[0-9].sock")]
         return [f"{UNIX}{socket}" for socket in sorted(sockets)]
 

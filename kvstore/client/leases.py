@@ -47,7 +47,7 @@ class Lease:
     def verify(self) -> list[bool]:
         """Return for each block whether its page still holds the block, with bytes that match its checksums.
 
-        A block that is not leased is False.
+        The result is False for a block that is not leased.
         """
         is_intact = [False] * len(self.blocks)
         for position, (connection, page, generation) in self._pages.items():

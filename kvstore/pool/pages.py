@@ -205,7 +205,7 @@ class PageTable:
         return checksums
 
     def writer(self, page: int) -> PageWriter | None:
-        """Return the process that may write this RESERVED page through its own mapping; None without one."""
+        """Return the process that may write this RESERVED page through its own mapping, or None."""
         writer = self._writer[page]
         return PageWriter(writer >> 32, writer & 0xFFFFFFFF) if writer != _NOBODY else None
 
@@ -251,7 +251,7 @@ class PageTable:
     def seal_all(
         self, pages: Sequence[int], keys: Sequence[BlockKey], first_use: int, positions: Sequence[int]
     ) -> None:
-        """Seal many pages.
+        """Seal many RESERVED pages whose data and checksums are complete, each with one use.
 
         `first_use` is the `last_use` of the first page, and each further page gets the next number.
         """
@@ -307,7 +307,8 @@ class PageTable:
     def adopt(self) -> Adopted:
         """Adopt the table after the death of its owner, and return its contents.
 
-        Pages with a writer are QUARANTINED; the caller frees each of them when its writer is gone.
+        Pages with a writer are QUARANTINED, and the caller frees each of them when its writer is gone. Other
+        pages that are not SEALED are freed.
         """
         pages = np.flatnonzero(self.states == SEALED)
         pages = pages[np.argsort(self.last_uses[pages], kind="stable")]

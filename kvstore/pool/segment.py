@@ -71,7 +71,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
         return self.pages_offset + self.num_pages * self.page_stride
 
     def page_offset(self, page: int) -> int:
-        """Return the byte offset of `page`."""
+        """Return the byte offset of `page` from the start of the header."""
         assert 0 <= page < self.num_pages
         return self.pages_offset + page * self.page_stride
 

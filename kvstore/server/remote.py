@@ -51,7 +51,7 @@ _DECODER = msgspec.msgpack.Decoder(ToRemotePool)
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 _PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
 _TURN_BYTES = 4 << 20
-"""Bytes that are moved before other tasks run."""
+"""The bytes that one client moves before other tasks run."""
 _GROUP_BYTES = 16 << 20
 """The most bytes of blocks for which pages are reserved in one step."""
 _MOST_UNANSWERED = 256

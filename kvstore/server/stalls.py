@@ -42,7 +42,7 @@ class StallWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Whether the watch runs."""
+        """Whether the watch has been started."""
         return self._next_look is not None
 
     def due_s(self, num_bytes: int) -> float:

@@ -259,7 +259,7 @@ class Mover:
                 self._release_if_unclaimed(promotion)
 
     def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
-        """Return whether no block of `keys` is on SSD only."""
+        """Return whether DRAM has every block of `keys` that SSD has."""
         ssd = self._ssd
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 

@@ -136,7 +136,7 @@ class SsdTier:
             disk.give_back(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
-        """Read a block into `page` (a whole page stride). Returns its record; None if that is impossible.
+        """Read a block into `page` (a whole page stride). Returns its record; None if it cannot be read.
 
         A copy that is damaged or cannot be read is removed. The caller must not cancel the call, as a thread
         writes to the page until the call returns.

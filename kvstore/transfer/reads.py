@@ -57,7 +57,7 @@ class Reads:
         return len(there)
 
     def verify(self, keys: Sequence[BlockKey], layers: range) -> None:
-        """Verify `layers` of those of these blocks that are in DRAM, and drop damaged blocks."""
+        """Verify `layers` of each of these blocks that is in DRAM, and drop damaged blocks."""
         positions = self._segment.layout.positions(layers)
         for key in keys:
             page = self._pool.find(key)

@@ -59,7 +59,7 @@ class StepPlan:
     preempted: set[str] = field(default_factory=set)
     """Preempted requests, whose pages this step may give to other requests."""
     finished: dict[str, int] = field(default_factory=dict)
-    """Finished requests since the last step, with their numbers of pages.
+    """Requests that have finished since the last step, with their numbers of pages.
 
     Each request keeps its pages until the worker's side reports that its stores have ended.
     """

@@ -97,7 +97,7 @@ class WorkerSide:
         return request_ids
 
     def take_missing_pages(self) -> set[int]:
-        """Return the pages that ended loads have not filled."""
+        """Return the pages that were not filled by the loads that have ended, since the last call."""
         missing_pages, self._missing_pages = self._missing_pages, set()
         return missing_pages
 
