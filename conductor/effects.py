@@ -9,7 +9,11 @@ ToConductor = FromWorker | FromFront
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """A message to send to the peer with this socket identity."""
+    """A message that the Conductor sends to a peer.
+
+    `peer` is the identity of a worker or a front: its socket's, or the fixed one of the front in the
+    Conductor's own process.
+    """
 
     peer: bytes
     message: ToWorker | ToFront

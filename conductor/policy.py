@@ -303,9 +303,9 @@ class Conductor:
         """Return the messages that make room for a new request; None if the new request must be rejected.
 
         If `num_choices` more requests would exceed `max_running_requests`, other requests may be rejected in
-        favour of the new one. If too few may be rejected, the new one is accepted only if all its answer's
-        choices leave its tenant within an equal part of the limit: if one tenant has filled the limit, a
-        second one can still run half as many requests, then a third one a third, and so on.
+        favour of the new one. If too few may be rejected, the new request is accepted only if its tenant,
+        with all choices of the answer, stays within an equal part of the limit. So if one tenant has filled
+        the limit, a second tenant can still run half as many requests, then a third one a third, and so on.
         """
         num_beyond = self._requests.running.num_beyond(num_choices)
         if not num_beyond:

@@ -18,7 +18,7 @@ class ReplicationSettings:
 
     period_s: float = 5.0
     uses_per_copy: float = 20.0
-    """The recent uses of a prefix that make one more copy of it worthwhile."""
+    """The number of recent uses of a prefix (`Heat.uses`) that justifies one more copy of the prefix."""
     most_bytes: int = 256 << 20
     """The most bytes of copies in flight; also the most bytes of copies that one period orders."""
 
@@ -56,7 +56,7 @@ class PolicySettings:
     """
 
     def can(self, role: Role, stage: Role) -> bool:
-        """Return whether an instance of this role can do a stage of requests, one of `STAGES`."""
+        """Return whether an instance of this role can do `stage` of requests. A stage is one of `STAGES`."""
         if stage is Role.DECODE:
             return role is not Role.PREFILL
         return role is not Role.DECODE or self.has_inlining
@@ -95,7 +95,7 @@ class Limits:
     switch_timeout_s: float = 30.0
     """Seconds after which a switch of an instance's role is undone."""
     max_migrations: int = 8
-    """The most migrations from and to an instance at the same time."""
+    """The most migrations from and to one instance at the same time, both kinds together."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)

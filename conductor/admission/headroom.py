@@ -22,7 +22,7 @@ If a rejected prompt's prefill takes longer than this part, nothing is kept for 
 accepted if devices ran out of work.
 """
 _NUM_TERMS = 1000
-"""The largest number of different terms that are remembered. It is bounded, as terms come from requests."""
+"""The largest number of different `Terms` that are remembered: clients could send any number of them."""
 
 
 class Terms(NamedTuple):
@@ -43,7 +43,7 @@ class Headroom:
 
     def __init__(self) -> None:
         self._rejected: OrderedDict[Terms, deque[_Rejected]] = OrderedDict()
-        """The rejected prompts, oldest first. Each has a longer prefill than all prompts after it."""
+        """The rejected prompts by terms, oldest first. Each has a longer prefill than its successors."""
 
     def rejected(self, terms: Terms, prefill_s: float, now_s: float) -> None:
         """Record that a prompt with a predicted prefill of `prefill_s` seconds was rejected at `now_s`.
@@ -65,8 +65,9 @@ class Headroom:
 
         Args:
             terms: The terms of the prompt.
-            prefill_s: The predicted seconds of its prefill, times `factor`.
-            factor: The present correction of predictions.
+            prefill_s: The predicted seconds of the prompt's prefill, corrected already.
+            factor: The present correction of predicted TTFTs. The prefills of rejected prompts are multiplied
+                by it.
             came_s: The time at which the prompt arrived. Prompts that were rejected later do not count.
             now_s: The time.
         """

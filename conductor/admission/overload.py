@@ -42,7 +42,7 @@ Rounding can leave a small rest when all prompts have ended.
 """
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
-"""The standard deviations by which one decode instance is assumed to have more requests than the mean."""
+"""The number of standard deviations by which a decode instance is assumed to exceed the mean of requests."""
 
 
 class Freed(NamedTuple):
@@ -69,7 +69,7 @@ NOTHING = Freed(0.0, PromptTotals(0, 0))
 
 
 class Admission:
-    """Checks of requests against their SLOs at arrival, in the wait queue, and when prefill has ended."""
+    """Checks of requests against their SLOs: at arrival, while they wait for a pair, and after prefill."""
 
     def __init__(self, view: ClusterView, policy: Overload) -> None:
         self._view, self._forecast, self._policy = view, view.forecast, policy
@@ -139,7 +139,10 @@ class Admission:
         return Rejection(Reason.TTFT, waited_s, slos.ttft_s, _SHORTEST_RETRY_S)
 
     def learn_rejection(self, request: Request, rejection: Rejection, now_s: float) -> None:
-        """Record that a request was rejected, so that headroom is kept for prompts of its length."""
+        """Record a rejection for a TTFT SLO, so that headroom is kept for prompts of the request's length.
+
+        Rejections for other reasons are ignored.
+        """
         if rejection.reason is Reason.TTFT:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
             self._headroom.rejected(terms, rejection.prompt_s, now_s)
@@ -158,8 +161,9 @@ class Admission:
     def learn_tbt(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
-        """Record the TBT that the heartbeat of a decode instance predicts for all its requests. A TBT far
-        below the SLO is ignored.
+        """Record the TBT that the heartbeat of a decode instance predicts for all its requests.
+
+        A TBT far below the SLO is ignored.
 
         Args:
             decode: The instance.
@@ -225,14 +229,14 @@ class Admission:
         return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s, kept_s=kept_s)
 
     def _decode_s(self) -> float:
-        """Return the mean seconds until the requests that are being decoded now have ended."""
+        """Return the mean seconds of a decode; `_SHORTEST_RETRY_S` while no decode has ended yet."""
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
     def _tbt_now_s(self, num_tokens: int) -> float | None:
-        """Return the smallest TBT in seconds of a decode instance that gets one more request.
+        """Return the least TBT in seconds that a decode instance would have with one more request.
 
-        None if an instance is idle.
+        None if a decode instance is idle.
         """
         loads = self._view.loads
         (slots,) = loads.is_decode.nonzero()
@@ -282,12 +286,13 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: PromptTotals, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """Predict the TBT in seconds of `work` and one more request, spread over instances. None if the work
-        leaves some instance idle.
+        """Predict the TBT in seconds of `work` and one more request, spread over the decode instances.
 
-        `num_absent` is the number of accepted requests that are not in `work`, as they have ended by then or
-        begin later. They may be missing on some instances more than on others. So one instance is assumed to
-        have more requests than the mean, by `_DEVIATIONS`.
+        None if `work` has fewer requests than there are instances, so that some instance is idle.
+
+        `num_absent` is the number of accepted requests that are not in `work`: they have ended by then, or
+        begin later. Some instances may lack more of these requests than others. So one instance is assumed
+        to have more requests than the mean, by `_DEVIATIONS`.
         """
         pool = self._view.decode_pool()
         assert pool is not None

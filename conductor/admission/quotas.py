@@ -1,9 +1,10 @@
 """Quotas of tenants in the whole cluster: tokens a minute, and choices that run at the same time.
 
-Each front knows the limits of API keys and its own running requests. The Conductor knows the use at all
-fronts. A prompt is charged when its request is accepted. The output is charged when the request has finished
-or is cancelled, as its length is unknown before. So the tokens left can fall below 0. The output of a failed
-request is not charged. A request is rejected while fewer tokens are left than its prompts need.
+Each front knows the limits of API keys and its own running requests. The Conductor knows the tokens and the
+running requests of all fronts. A prompt is charged when its request is accepted. The output is charged when
+the request has finished or is cancelled, as its length is unknown before. So the tokens left can fall below
+0. The output of a failed request is not charged. A request is rejected while fewer tokens are left than its
+prompts need.
 
 Owns: the tokens that each tenant has left. Does not know: API keys, which requests run.
 """
@@ -81,7 +82,7 @@ class Quotas:
         return QuotaRejection(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
 
     def restore(self, tenant: str, tokens: TokenBudget) -> None:
-        """Set the tokens that a tenant has left to the record `tokens` of an earlier Conductor.
+        """Restore a tenant's budget from `tokens`, the budget as an earlier Conductor stored it.
 
         What this Conductor has charged already is subtracted.
         """
