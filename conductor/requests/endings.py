@@ -1,6 +1,6 @@
-"""Ends of requests that do not finish: aborted, failed, refused or rejected, and what their fronts are told.
+"""The ends of requests that are aborted, failed, refused or rejected, and the messages about them to fronts.
 
-Owns: these messages to fronts. Does not know: why a request ends, or which one.
+Owns: these messages. Does not know: why a request ends, or which one.
 """
 
 from conductor.admission.overload import Admission
@@ -49,7 +49,8 @@ class Endings:
     ) -> Effect:
         """Return the message to a front that a new or accepted request is rejected, and count the rejection.
 
-        `retry_after_s` is in seconds.
+        `retry_after_s`: the seconds after which the client may try again. None stands for `_RETRY_AFTER_S` if
+        the HTTP status is 429 or 503, and for no time with another status.
         """
         self._stats.rejected(reason)
         if reason.status in (429, 503) and retry_after_s is None:

@@ -85,7 +85,7 @@ class TrackedRequest:
       is full, and another request may preempt it.
     - Double check (`may_be_refused`), when the prefill has ended: with policy `baseline` the Conductor
       rejects the request. With the other policies the decode instance refuses it, and the request is placed
-      on another one, waits in the admission queue, or is rejected.
+      on another decode instance, waits in the admission queue, or is rejected.
     - Too large: no registered pair is large enough for the request.
     - No pair in time: no pair had room within `placement_timeout_s`. While a role has no instance at all, a
       request whose output cannot have begun does not wait for so long.
@@ -117,8 +117,8 @@ class TrackedRequest:
     is_promised: bool = False
     """Whether no prediction may reject the request any more.
 
-    True after an attempt has failed, after an instance of the request has drained, and if an earlier
-    Conductor accepted the request.
+    True after an attempt has failed, if an instance of the request began to drain or to switch its role
+    before the prompt was computed, and if an earlier Conductor accepted the request.
     """
     may_have_begun: bool = False
     """Whether the front may have output tokens of the request. If so, no instance may refuse later attempts.
@@ -133,12 +133,14 @@ class TrackedRequest:
     migration: Migration | None = None
     """The migration in progress; None without one. Only a DECODING request has one."""
     refused_moves: dict[bytes, float] = field(default_factory=dict)
-    """The time of the latest refusal of a migration by each life of an instance."""
+    """The time of the latest migration that was refused or too late, by the destination's socket identity."""
     num_charged_tokens: int = 0
     """Tokens charged to the tenant's quota when the request was accepted."""
     num_announced: int = 0
-    """The further choices of the request's answer that may still come without a check of the limit of running
-    requests."""
+    """The number of announced choices of the request's answer that have not been submitted yet.
+
+    Such a choice is accepted without a check of the limit of running requests.
+    """
     num_unlisted: int = 0
     """Consecutive heartbeats of the request's front that did not name the request."""
 

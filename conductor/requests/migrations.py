@@ -55,8 +55,10 @@ class Migrations:
         """Return the best instance to which a request can move: the one with the least predicted TBT.
 
         Only instances with a batch slot and device pages of their own for the request count. An instance that
-        would miss the TBT SLO counts only if the source misses the SLO by more. None if no instance is left,
-        or if the request may not move.
+        has refused the request in the last `RETRY_AFTER_S` seconds does not count. An instance that would
+        miss the TBT SLO counts only if the source misses the SLO by more.
+
+        None if no instance is left, or if the request may not move.
         """
         if not self.may_move(tracked):
             return None

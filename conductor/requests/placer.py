@@ -74,6 +74,8 @@ class Placer:
         """Place the request on a pair, let it wait, or reject it.
 
         If there are no effects, the request waits: WAITING for a pair with room, or QUEUED for load to fall.
+
+        `may_preempt`: whether requests that have not begun may be preempted if this one would miss an SLO.
         """
         placement = self._schedule(tracked, now_s)
         if placement is None:
@@ -112,7 +114,7 @@ class Placer:
     def drain(self, instance: Instance, now_s: float) -> list[Effect]:
         """Move requests that have not begun from an instance that is being emptied.
 
-        They move only to instances with room.
+        They move only to instances with room. From now on no prediction may reject them, even if they stay.
         """
         effects = []
         here = [self._requests.by_id[request_id] for request_id in instance.requests]
@@ -152,9 +154,9 @@ class Placer:
     def _checked(
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> tuple[Placement, Rejection | None]:
-        """Return `placement`, or another one if it misses the TTFT SLO, and a rejection if an SLO is missed.
+        """Return the best placement for the request, and the rejection if that placement misses an SLO.
 
-        The others are tried one after the other, while the TTFT SLO is missed:
+        The best placement is `placement` if it meets the TTFT SLO. Otherwise others are tried in this order:
 
         1. If the prompt would wait for blocks that other prompts compute: the placement with the soonest
            first token, even if it computes the blocks again. It replaces `placement` in any case.
@@ -251,7 +253,7 @@ class Placer:
     def _enqueue_if_in_time(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
         """Enqueue the request if its first token would be in time and the queue is not full (section 7).
 
-        Returns whether the request is in the queue now.
+        A request without a TTFT SLO is not enqueued. Returns whether the request is in the queue now.
         """
         if tracked.slos.ttft_s is None or tracked.is_late(now_s + placement.prediction.ttft_s):
             return False
@@ -272,7 +274,7 @@ class Placer:
             return []
         effects: list[Effect] = []
         blocked: dict[float | None, int] = {}
-        """By TBT SLO, the tokens of the shortest prompt for which there was no room."""
+        """The tokens of the shortest prompt for which there was no room, by TBT SLO."""
         for tracked in self._preemption.in_order(self._requests.admission_queue.values(), now_s):
             num_tokens, tbt_slo_s = len(tracked.request.token_ids), tracked.slos.tbt_s
             if num_tokens >= blocked.get(tbt_slo_s, math.inf):
@@ -294,7 +296,10 @@ class Placer:
         return []
 
     def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
-        """If the admission queue is too long, reject the last request in its order that may be rejected."""
+        """Reject the last request in the queue's order that may be rejected, if the queue is too long.
+
+        `newest` is the request that has just been submitted.
+        """
         most, queue = self._limits.max_waiting, self._requests.admission_queue
         if len(queue) <= most:
             return []

@@ -76,8 +76,8 @@ class Preemption:
     def first(self, num: int, tracked: TrackedRequest, device_s: float, now_s: float) -> list[TrackedRequest]:
         """Return the `num` placed requests that yield first to the new request `tracked`, or all that yield.
 
-        `device_s`: predicted seconds of the new request's prefill. With 0, a shorter result means that fewer
-        requests yield even to the shortest prompt.
+        `device_s`: predicted seconds of the new request's prefill. If even 0 seconds give fewer than `num`
+        requests, too few would yield to any prompt.
         """
         victims = self._preemptible(tracked, device_s, now_s, self._requests.by_id.values())
         return [victim.tracked for victim in itertools.islice(victims, num)]

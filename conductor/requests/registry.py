@@ -130,7 +130,7 @@ class Requests:
             self.admission_queue[tracked.request_id] = tracked
 
     def assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> Effect:
-        """Place the request on this pair as a new attempt.
+        """Place the request on the pair of `placement`, as a new attempt.
 
         Returns the order that asks the decode instance for pages.
         """
@@ -238,7 +238,10 @@ class Requests:
         tracked.move_to(RequestState.WAITING)
 
     def finish(self, tracked: TrackedRequest, num_output_tokens: int, now_s: float) -> list[Effect]:
-        """End a request that has all its tokens."""
+        """End a request that has all its tokens.
+
+        Returns the order that stops the destination of the request's migration, if there is one.
+        """
         effects = self.end_migration(tracked, MigrationOutcome.ENDED)
         self._assignments.end_decode(tracked.placed, now_s, num_output_tokens)
         self._leave_pair(tracked, now_s)
@@ -285,7 +288,10 @@ class Requests:
         return [Effect(tracked.placed.placement.decode.identity, PreCopy(tracked.ref))]
 
     def strand(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """Give up the destination of a migration whose source may have handed the request over already."""
+        """Give up the destination of a migration whose source may have handed the request over already.
+
+        Returns the order that stops the destination.
+        """
         migration = tracked.migration
         assert migration is not None
         migration.move_to(MigrationStep.STRANDED)
@@ -306,7 +312,9 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def move(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Record that the destination of a migration decodes the request from now on, and return the order.
+        """Record that the destination of a migration decodes the request from now on.
+
+        Returns the order to the destination to take the request over.
 
         Args:
             tracked: The request that the source has handed over.

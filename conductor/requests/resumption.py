@@ -53,7 +53,7 @@ class Resumption:
         self._requests, self._placer, self._reports = requests, placer, reports
         self._instances, self._limits = requests.instances, requests.limits
         self._attempts: dict[str, dict[Ref, _Attempt]] = {}
-        """By request, the attempts for which a report is missing."""
+        """The attempts for which a report is missing, by the id of their request."""
         self._num_before = 0
         """The number of instances that the earlier Conductor had; 0 while it is unknown."""
         self._expected_until_s = 0.0
@@ -99,7 +99,8 @@ class Resumption:
     def keeps(self, instance: Instance, message: FromWork) -> bool:
         """Keep a message of an instance if a report about its attempt is still missing.
 
-        Returns whether the message was kept. It is handled when the report has come.
+        Returns whether the message was kept. A kept message is handled when the report has come, and dropped
+        if the attempt is given up.
         """
         attempt = self._attempts.get(message.ref.request_id, {}).get(message.ref)
         if attempt is None:
@@ -118,7 +119,7 @@ class Resumption:
     # -- what follows -------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """End the wait for reports at the deadline."""
+        """End the wait for reports at its deadline, and stop the requests that no front has reported."""
         if self._until_s is None or self._is_over or now_s < self._until_s:
             return []
         self._is_over = True
@@ -126,7 +127,11 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Continue a request at the pair of its latest completely reported attempt, if there is one."""
+        """Continue a request at the pair of its latest attempt that both instances of the pair have reported.
+
+        Does nothing if there is no such attempt. If the request is not RESUMING, its reported attempts are
+        stopped instead.
+        """
         if tracked.state is not RequestState.RESUMING:
             return self._abandon(tracked.request_id)
         attempts = self._attempts.get(tracked.request_id, {})
@@ -152,7 +157,11 @@ class Resumption:
         ]
 
     def _place_the_rest(self, now_s: float) -> list[Effect]:
-        """Place again the requests that no whole pair has reported, once the wait for reports is over."""
+        """Give up RESUMING requests' earlier attempts, once the wait is over or all instances are back.
+
+        A request whose output may have begun becomes INTERRUPTED, and its front is asked how far the output
+        has come. The other requests are placed again.
+        """
         are_all_back = self._num_before and len(self._instances) >= self._num_before
         if not (self._is_over or are_all_back):
             return []

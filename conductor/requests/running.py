@@ -26,7 +26,7 @@ class RunningRequests:
         """The number of running requests."""
         self._of_tenant: Counter[str] = Counter()
         self._at_front: Counter[tuple[str, bytes]] = Counter()
-        """The numbers by tenant and front."""
+        """The numbers of running requests, by tenant and front."""
         self._announcing: dict[str, TrackedRequest] = {}
         """The first choices whose answers have announced choices, by the answers' ids."""
 
@@ -48,7 +48,7 @@ class RunningRequests:
         self._change(tracked, 1)
 
     def end(self, tracked: TrackedRequest) -> None:
-        """Count an accepted request no more, nor the choices that it has announced."""
+        """Stop counting an accepted request, and the choices that were announced with it."""
         self._change(tracked, -1)
         if tracked.num_announced:
             self._change_announced(tracked, -tracked.num_announced)

@@ -65,7 +65,10 @@ class Suspicion:
         self._losses: list[_Loss] = []
 
     def instance_lost(self, instance: str, suspects: Iterable[str], now_s: float) -> None:
-        """Record the loss of an instance for unknown reasons. `suspects` had begun there."""
+        """Record the loss of an instance for unknown reasons.
+
+        `suspects`: the ids of the requests that had begun on the instance.
+        """
         self._losses.append(_Loss(instance, now_s, set(suspects)))
 
     def reported(
@@ -102,7 +105,7 @@ class Suspicion:
         self._clear()
 
     def forget(self, before_s: float) -> None:
-        """Forget the losses before `before_s` that were not reported."""
+        """Forget losses before `before_s` that were not reported and whose instance has not come back."""
         self._losses = [loss for loss in self._losses if loss.at_s >= before_s or not loss.is_unexplained]
 
     def request_ended(self, request_id: str, *, has_finished: bool) -> None:

@@ -64,7 +64,10 @@ class WorkerReports:
     # -- lost instances -----------------------------------------------------------------------------
 
     def lose(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
-        """Place the requests of lost instances again, however many attempts they have had."""
+        """Begin another attempt of each request of the lost instances, however many attempts it has had.
+
+        `reason` is the text that follows an instance's name in errors.
+        """
         by_id = self._requests.by_id
         for instance in lost:
             self._requests.suspicion.instance_lost(instance.name, self._computed_by(instance), now_s)
@@ -114,7 +117,11 @@ class WorkerReports:
     # -- what workers say ---------------------------------------------------------------------------
 
     def on_work(self, sender: Instance, message: FromWork, now_s: float) -> list[Effect]:
-        """Handle a worker's report about a step of a request that is done or has failed."""
+        """Handle a worker's report that a step of a request is done or has failed.
+
+        If the attempt is neither a request's current one nor the one to which a migration leads, the worker
+        is ordered to stop it.
+        """
         tracked = self._requests.current(message.ref)
         if tracked is None and (coming := self._requests.coming(message.ref)) is not None:
             return self._on_destination(coming, message, now_s)
