@@ -113,6 +113,15 @@ class Assignments:
         """Enter a request that an earlier Conductor has placed on this pair, and return its assignment.
 
         Nothing is learned from the request, as the time of its order is unknown.
+
+        Args:
+            request: The request.
+            prefill: The instance that computes the prompt.
+            decode: The instance that decodes, or will decode.
+            slos: The limits of the request.
+            time_left_s: Seconds until the first token is due; None without a TTFT SLO.
+            now_s: The time.
+            is_decoded: Whether decode has begun.
         """
         view = self._view
         slot, decode_slot = view.slot_of(prefill.name), view.slot_of(decode.name)

@@ -16,7 +16,7 @@ from mooncake.messages.pools import PoolStats
 LOWEST, HIGHEST = 1.05, 4.0
 """The bounds of an adapted threshold."""
 MANY_EVICTED = 0.02
-"""The share of lookups that miss lately evicted blocks above which the threshold rises."""
+"""The largest share of lookups that may miss a lately evicted block before the threshold rises."""
 _LOOKUPS_A_STEP = 1000
 """The number of lookups in all pools after which the threshold is adapted once."""
 _RISE, _FALL = 1.25, 0.95
@@ -24,7 +24,7 @@ _RISE, _FALL = 1.25, 0.95
 
 
 class BalancingThreshold:
-    """The balancing threshold. It is `fixed`, or adapts to evictions if `fixed` is None."""
+    """The balancing threshold: the value `fixed`, or one that adapts to evictions if `fixed` is None."""
 
     def __init__(self, fixed: float | None = DEFAULT_BALANCING_THRESHOLD) -> None:
         self.threshold = DEFAULT_BALANCING_THRESHOLD if fixed is None else fixed

@@ -58,7 +58,7 @@ class _Occupant:
 
 
 class ClusterView:
-    """The knowledge of all instances by instance slot, an index of arrays: prefixes, loads, costs, traffic.
+    """The knowledge of all instances, in arrays by instance slot: prefixes, loads, costs, traffic.
 
     `next_iteration_s`, `next_token_s` and `next_delay` predict decode of each instance if it gets one more
     request, for line 24 of Algorithm 1. If the prompt of that request has n tokens, an iteration takes
@@ -323,7 +323,7 @@ class ClusterView:
         """Learn the costs of a prefill that has ended.
 
         `seconds` counts from the prompt's order, or from the end of the instance's previous prefill if that
-        was later (`Loads.end_prefill`). The predicted time of other requests' iterations is left out.
+        was later (`Loads.end_prefill`). It does not include the predicted time of other requests' iterations.
 
         Prefills of one pass end together and are learned as one. So the latest prefill is learned only when
         the instance has no other ordered prompt, or when a prefill of another pass has ended.

@@ -63,7 +63,7 @@ class MigrationOutcome(StrEnum):
     REFUSED = "refused"
     """The destination had no room or failed, or a pool had no room for the blocks."""
     CALLED_OFF = "called_off"
-    """The destination drains, or the request has become a suspect."""
+    """The destination drains or switches its role, or the request has become a suspect."""
     LATE = "late"
 
 

@@ -227,7 +227,7 @@ def _product(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 class DecodePool(NamedTuple):
-    """All decode instances described as one: their number, slots and mean costs."""
+    """All decode instances that take requests, described as one: their number, slots and mean costs."""
 
     num_instances: int
     members: Floats

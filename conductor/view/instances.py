@@ -123,8 +123,11 @@ class Instance:
 
     @property
     def is_called_back(self) -> bool:
-        """Whether modules at the helper are to come back: the helper drains or leaves, or an operator wants
-        them."""
+        """Whether the modules at the helper are to come back.
+
+        They are if the helper takes no new requests (it drains, leaves or switches its role), or if an
+        operator wants them back.
+        """
         if self.wanted_back_until_s is not None:
             return True  # even while the helper is not registered
         return self.helper is not None and self.helper.state is not InstanceState.SERVING
@@ -152,8 +155,8 @@ class Instance:
     def modules(self) -> ModulesPlace:
         """The place of the instance's modules, as of the latest heartbeat.
 
-        Modules of a session that has registered before count as moving until its first heartbeat: they may
-        be at a helper.
+        If the instance's session began under an earlier Conductor, its modules count as moving until the
+        first heartbeat: they may be at a helper.
         """
         if self.heartbeat is not None:
             return self.heartbeat.modules
@@ -306,7 +309,7 @@ class Instances:
             self._largest.clear()
 
     def largest(self, stage: Role) -> Instance | None:
-        """Return the instance for a stage that holds the longest sequence; None if there is none.
+        """Return the instance for a stage that can hold the longest sequence; None if there is none.
 
         Serving instances count, and lost instances that may return.
         """

@@ -33,8 +33,7 @@ class AssignedPrefill:
     """
 
     left_s: float
-    """Predicted seconds to compute the whole prompt, or the rest that was left when another prompt overtook
-    it."""
+    """Predicted seconds to compute the prompt; if another one overtook it, those that were left then."""
     priority: int
     ordered_s: float | None = None
     """The time at which the prompt was ordered; None before."""
@@ -46,7 +45,7 @@ class AssignedPrefill:
 
 @dataclass(slots=True)
 class _Prefills:
-    """The prompts of one instance, in the order in which they were assigned and ordered."""
+    """The prompts of one instance by their ids: those not ordered yet, and the ordered ones; oldest first."""
 
     waiting: dict[str, AssignedPrefill]
     ordered: dict[str, AssignedPrefill]
@@ -77,8 +76,10 @@ class Loads:
     least_chunk_tokens: NDArray[np.int64]
     """The fewest tokens of an inlined prompt in an iteration with other requests; 0 for no minimum."""
     num_assigned: NDArray[np.int64]
-    """Requests assigned to the instance, for prefill or for decode. While an inlined prompt has not been
-    computed, its request counts twice."""
+    """Requests assigned to the instance, for prefill or for decode.
+
+    While an inlined prompt has not been computed, its request counts twice.
+    """
     head_priority: NDArray[np.int64]
     """The priority of the prompt that is being computed."""
     utilisation: Floats
@@ -238,7 +239,7 @@ class Loads:
     def order_prefill(self, slot: int, request_id: str, due_s: float, now_s: float) -> None:
         """Record that a prompt was ordered: its instance may compute it from now on.
 
-        `due_s`: the time at which its first token is due, as the worker counts.
+        `due_s`: the time at which the prompt's first token is due. The worker ranks its prompts by it, too.
         """
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id)

@@ -16,6 +16,7 @@ class PrefillPass(NamedTuple):
 
     num_new_tokens: float
     num_pairs: float
+    """The number of pairs of a new token and a token before it, summed over the prompts."""
     seconds: float
     ended_s: float
 
@@ -24,7 +25,7 @@ class PrefillPass(NamedTuple):
         return ended_s - self.ended_s < _SAME_PASS * predicted_s
 
     def with_another(self, other: "PrefillPass") -> "PrefillPass":
-        """Return the sum with a prefill that ended later."""
+        """Return the sum of this pass and `other`, a prefill of the same pass that ended later."""
         return PrefillPass(
             self.num_new_tokens + other.num_new_tokens,
             self.num_pairs + other.num_pairs,

@@ -23,7 +23,10 @@ class Prediction(NamedTuple):
     transfer_s: float
     prefill_s: float
     gap_s: float
-    """The mean seconds between two tokens. (The TBT, which SLOs limit, is the mean of the longest gaps.)"""
+    """The mean seconds between two tokens.
+
+    The TBT, which SLOs limit, is the mean of the longest gaps only.
+    """
     beside_s: float = 0.0
     """Seconds of other requests' iterations between the chunks of an inlined prompt."""
 
@@ -43,7 +46,7 @@ class Placement(NamedTuple):
     num_coming_blocks: int
     """The number of blocks at the end of the local prefix that earlier prompts have yet to compute.
 
-    `0 <= num_coming_blocks <= num_local_blocks`
+    Invariant: `0 <= num_coming_blocks <= num_local_blocks`.
     """
     source: Instance | None
     """The instance from which `prefill` fetches missing blocks; None if it fetches none."""

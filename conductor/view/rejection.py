@@ -41,7 +41,7 @@ _KEPT_FOR: dict[SLOReason, str] = {Reason.TTFT: "for longer prompts", Reason.TBT
 
 
 class Rejection(NamedTuple):
-    """The rejection of a request that a prediction expects to miss an SLO (Algorithm 1, line 26).
+    """The rejection of a request that has missed an SLO, or is predicted to miss one (Algorithm 1, line 26).
 
     `conductor.requests.placer` tries other placements for a missed TTFT SLO, and lets requests wait for a
     missed TBT SLO. Rejections for other reasons have their own texts (`Endings.reject`).
@@ -53,7 +53,10 @@ class Rejection(NamedTuple):
     retry_after_s: float
     """Seconds after which the request may be admitted if it is sent again."""
     prompt_s: float = 0.0
-    """For a TTFT SLO, the predicted seconds of the prompt on an idle instance."""
+    """The predicted seconds of the prompt on an idle instance.
+
+    Only rejections for a predicted TTFT have this number; it is 0 in others.
+    """
     kept_s: float = 0.0
     """Seconds of the SLO that are kept free: headroom for longer prompts, or the margin of a TBT."""
 

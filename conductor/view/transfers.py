@@ -40,7 +40,7 @@ class TransferEstimator:
         self.in_flight_bytes = np.zeros(0)
         """Bytes from and to each instance, as of the latest heartbeats."""
         self.ordered_bytes = np.zeros(0)
-        """Bytes of ordered fetches from each instance, counted until the fetching prompts' prefills end."""
+        """Bytes that are to be fetched from each instance, by prefills and migrations that have not ended."""
         self._bytes_per_s: dict[int, float] = {}
         """The recent bandwidth between an instance and all others, by slot, as either side reports it."""
         self._typical_bytes_per_s: float | None = None

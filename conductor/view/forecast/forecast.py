@@ -77,7 +77,7 @@ class Forecast(ABC):
         self.iterations = IterationCount()
         """The count of iterations, whose duration the caller sets."""
         self.decode_s = math.inf
-        """The paper's t_d: the mean seconds for which a request is decoded; infinite before the first one."""
+        """The paper's t_d: the mean seconds of a decode; infinite while no decode has ended."""
         self._num_decoded = 0
         self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_ITERATIONS)
         """The requests, counted by time.
@@ -208,7 +208,8 @@ class OutputLengths:
     def expected(self, request: Request) -> int:
         """Return the expected length of the request's output in tokens.
 
-        The length is the 0.7 quantile of the latest outputs of its kind, and at most `max_tokens`.
+        The length is the 0.7 quantile of the latest outputs of its kind, and at most `max_tokens`. If few
+        outputs of the kind are known, the outputs of all kinds are taken. Without any it is `max_tokens`.
         """
         lengths = self._by_kind.get(request.block_keys[0]) if request.block_keys else None
         if lengths is None or len(lengths) < _FEWEST_OF_KIND:

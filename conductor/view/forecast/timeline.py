@@ -29,7 +29,7 @@ class PromptTotals(NamedTuple):
 
 
 class Timeline:
-    """Requests by time, in buckets, so that sums over a span are cheap."""
+    """Requests by time, in buckets, so that sums over a span are cheap. `bucket` is the width of a bucket."""
 
     def __init__(self, bucket: float) -> None:
         self._bucket = bucket
