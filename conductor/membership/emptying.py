@@ -45,7 +45,11 @@ class Emptier:
         return self.tick(now_s) if self._num_released != self._requests.num_released else []
 
     def go_on(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Move away the instance's requests for which other instances have room now."""
+        """Take requests away from the instance, as far as other instances have room now.
+
+        Migrations to the instance are called off. Its requests that have not begun are placed on other
+        instances. Requests that it decodes begin to migrate.
+        """
         assert instance.emptying is not None
         effects = self._migrations.call_off(instance)
         num_before = len(instance.requests)

@@ -99,8 +99,7 @@ class Joining:
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
-    """Return whether an instance repeats its registration over a new connection, because the first one
-    broke."""
+    """Return whether an instance repeats its registration over a new connection: the first one broke."""
     return (
         earlier is not None
         and earlier.identity == sender

@@ -90,7 +90,11 @@ class Roles:
         self.num_switches[SwitchEnd.GIVEN_UP] += 1
 
     def registered(self, instance: Instance) -> list[Effect]:
-        """Return the order that gives a newly registered instance the role of its previous life."""
+        """Return the order that gives a newly registered instance the role of its previous life.
+
+        There is no order if the instance has this role already. The earlier role is forgotten if the instance
+        cannot decode in it, or if no other instance is left for a stage of its configured role.
+        """
         role = self._given.get(instance.name, instance.role)
         if role is instance.role:
             return []
@@ -102,7 +106,10 @@ class Roles:
         return [Effect(instance.identity, SwitchRole(role))]
 
     def ordered_again(self, instance: Instance, register: Register) -> list[Effect]:
-        """Repeat the role to an instance that has not received the answer to its registration."""
+        """Return the order of the present role again, for an instance that repeats its registration.
+
+        The instance has not received the answer to the first registration, and so not the order either.
+        """
         return (
             [] if register.role is instance.role else [Effect(instance.identity, SwitchRole(instance.role))]
         )

@@ -106,10 +106,10 @@ class Performance(NamedTuple):
     prefill_utilisation: float
     """The share of time in which a prefill instance computes, U_p from 0 to 1 (equation 27)."""
     decode_utilisation: float
-    """The utilisation U_d of a decode instance, from 0 to 1: its tokens a second divided by those of its
-    largest batch.
+    """The utilisation U_d of a decode instance, from 0 to 1.
 
-    The share of time would be no measure, as an instance computes all the time even with one request.
+    It is the instance's tokens a second divided by those of its largest batch. The share of time in which it
+    computes would be no measure, as an instance computes all the time even with one request.
     """
     utilisation: float
     """The mean utilisation U_avg of all instances (equation 19)."""
@@ -131,7 +131,7 @@ class Pairs:
     num_prefill: int
     num_decode: int
     prefill: Costs
-    """Seconds of a prefill, as a polynomial in new tokens and pairs of tokens."""
+    """Seconds of a prefill, as a polynomial in the two quantities of `prefill_quantities`."""
     decode: DecodeCapacity
     num_layers: int
     token_transfer_s: float = 0.0
@@ -144,8 +144,8 @@ class Pairs:
 
         The size of the decode batch follows from the rate of answers (Little's law), and the rate follows
         from the size. So both are found by bisection. T_q is the wait for iterations to end (`_wait_s`) and,
-        if a stage is full, the wait in its queue. Below that prompts hardly wait for one another, because
-        requests of one size come as evenly as they were prefilled.
+        if a stage is full, the wait in its queue. While no stage is full, prompts hardly wait for one
+        another, because requests of one size come as evenly as they were prefilled.
 
         Args:
             sizes: The tokens of a request.

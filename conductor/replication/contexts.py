@@ -127,8 +127,10 @@ class Contexts:
         return effects
 
     def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:
-        """Return the instance that holds most of the cache (None for none), and the number of leading blocks
-        there."""
+        """Return the instance that holds most of the cache, and the number of leading blocks there.
+
+        Returns None and 0 if no instance holds the cache's first block.
+        """
         num_blocks = self._prefixes.match(context.keys).num_blocks
         most = int(num_blocks.max(initial=0))
         if not most:

@@ -93,7 +93,10 @@ class Replication:
         self._heat.note(keys)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Count the recorded prompts, and order or drop copies if a round is due."""
+        """Count the recorded prompts, and order or drop copies if a round is due.
+
+        In any case the hottest prefixes are ordered for instances that have just begun to compute prompts.
+        """
         if self._round_s is None:
             self._round_s = now_s
         seconds = now_s - self._round_s
@@ -124,8 +127,10 @@ class Replication:
     # -- copies that were ordered -------------------------------------------------------------------
 
     def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
-        """Return which slots hold the whole of each copied prefix: bool `[num_slots]`, by the prefix's last
-        block."""
+        """Return which slots hold each copied prefix as a whole.
+
+        The result is a bool array `[num_slots]` for each prefix, by the prefix's last block.
+        """
         prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
         match = self._view.prefixes.match
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}

@@ -26,7 +26,7 @@ from mooncake.messages.blocks import BlockKey
 MOST_S = 20.0
 """The most seconds for which an instance waits for copies of its blocks."""
 LEAST_USES = 1.5
-"""The recent uses above which a prefix is copied: more than one request must have used it."""
+"""The number of recent uses above which a prefix is copied: more than one request must have used it."""
 _ROOM_SHARE = 2
 """The number by which an instance's room is divided: the result is the most blocks of one copy."""
 
@@ -39,7 +39,7 @@ class _Leaving:
     wanted: list[Sequence[BlockKey]]
     """Prefixes whose copies have not arrived, the most important first."""
     ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
-    """By a prefix's last block: the instance that was ordered to fetch the prefix, and its missing blocks."""
+    """The instance that was ordered to fetch a prefix, and the blocks that it lacks, by the last block."""
 
 
 class Evacuation:
@@ -59,8 +59,8 @@ class Evacuation:
         """Order the copies for which there is room. The caller should call it about twice a second.
 
         Args:
-            leaving: All instances that are to leave. In `emptying` of each, the number of blocks that must
-                still be copied is set.
+            leaving: All instances that are to leave. `emptying.num_blocks_left` of each is set to the number
+                of blocks that must still be copied.
             now_s: The time.
         """
         identities = {instance.identity for instance in leaving}

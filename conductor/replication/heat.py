@@ -1,9 +1,10 @@
-"""The uses of blocks, as counts that decay (Mooncake, sections 3 and 6.2).
+"""The numbers of prompts that contain each block, as counts that decay (Mooncake, sections 3 and 6.2).
 
-Prompts are recorded when they arrive and counted later, several at once. So counting does not delay
-decisions. Keys are chained: no block of a prompt is hotter than the blocks before it.
+One prompt is one *use* of each of its blocks. Prompts are recorded when they arrive and counted later,
+several at once. So counting does not delay decisions. Keys are chained: no block of a prompt is hotter than
+the blocks before it.
 
-Owns: the counts. Does not know: holders of blocks, the clock.
+Owns: the counts. Does not know: which instances hold blocks, the clock.
 """
 
 from bisect import bisect_left
@@ -16,11 +17,14 @@ import numpy as np
 from mooncake.messages.blocks import BlockKey
 
 HALF_LIFE_S = 60.0
-"""Seconds after which a use counts only half."""
+"""Seconds after which a prompt counts only half."""
 MOST_KEYS = 1 << 15
 """The most blocks that are remembered, some 4 MB. When there are more, the hottest half stays."""
 MOST_NOTED_BLOCKS = 1 << 15
-"""The most blocks that are recorded between two counts. No stream gets a token while they are counted."""
+"""The most blocks that are recorded between two counts.
+
+Counting holds up the Conductor's process, and so the streams of its own front.
+"""
 _LEAST_USES = 0.5
 """The number of uses below which a block is forgotten."""
 
