@@ -80,7 +80,7 @@ class AnswerLengths:
             kinds: The kinds that are asked for.
             running: The answers that are being decoded.
             since_s: The time from which on the load has been the same. Running answers that began earlier are
-                not used. Ended ones that began earlier are used until enough later ones have ended.
+                not used. Ended answers that began earlier are used until enough later answers have ended.
         """
         by_kind: dict[AnswerKind, list[RunningAnswer]] = {}
         for answer in running:

@@ -41,7 +41,7 @@ THRESHOLDS = Thresholds()
 MODULES_PERIOD_S = 10.0
 """Seconds between two plans of module moves. In this time new heartbeats arrive."""
 MODULES_AGAIN_S = 60.0
-"""Seconds after which an instance may get another order to move modules, or another one to take them back."""
+"""Seconds after which an owner may get another order of one kind: to give modules, or to take them back."""
 
 OVERLOADED = 429
 """The HTTP status of rejections because of the load. Only such rejections count as unserved demand."""

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     """The measured result of a change of a role."""
 
     took_s: float
-    """Seconds until the instance took requests in its new role."""
+    """Seconds until the instance took requests in its new role, or until the change failed."""
     accepted_after: float = 0.0
     """The share of arrivals that were not rejected in the seconds after the change."""
     note: str = ""

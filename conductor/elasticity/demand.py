@@ -34,8 +34,11 @@ MOST_LEFT_S = 120.0
 _NUM_PAST, _FEWEST_PAST = 8, 3
 """The numbers of past loads: how many are remembered, and how many suffice to predict a load's duration."""
 _MOST_OF_MEAN = 4.0
-"""The largest work that counts for a request in the search for changes of the load, as a multiple of the
-mean work of all requests. A request's work is the mean of its kind in the second of its arrival."""
+"""The largest work that counts for a request when changes of the load are looked for.
+
+It is a multiple of the mean work of all requests. A request's work is the mean of its kind in the second of
+its arrival.
+"""
 
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -70,7 +73,7 @@ class OfferedLoad(NamedTuple):
     was_burst: bool = False
     """Whether the load was a burst that is over.
 
-    The load is over if the later half of `window_s` had less than a quarter of the mean rate of `window_s`.
+    A burst is over if the later half of `window_s` had less than a quarter of the mean rate of `window_s`.
     """
 
     @property
@@ -114,7 +117,10 @@ class Demand:
         self.lengths.learn(answer)
 
     def load(self, running: Sequence[RunningAnswer], now_s: float) -> OfferedLoad | None:
-        """Return the present load; None before the first request."""
+        """Return the present load; None before the first request.
+
+        `running`: the answers that are being decoded, with their estimated lengths so far.
+        """
         if self._began_s is None:
             return None
         self._began_s = self._forget(max(self._began_s, math.ceil(now_s - WINDOW_S)))
@@ -250,8 +256,9 @@ class Persistence:
     def left_s(self, window_s: float) -> float:
         """Return the seconds that a load is expected to go on after it has been the same for `window_s`.
 
-        The load's whole duration is expected to be the lower quartile of the earlier durations. In any case
-        the load is expected to go on for at least `window_s`, and at most `MOST_LEFT_S`.
+        The load's whole duration is expected to be the lower quartile of the earlier durations, or `WINDOW_S`
+        if there is none. In any case the load is expected to go on for at least `window_s`, and at most
+        `MOST_LEFT_S`.
         """
         lasted_s = sorted(past.lasted_s for past in self.past)
         usual_s = lasted_s[len(lasted_s) // 4] if lasted_s else WINDOW_S

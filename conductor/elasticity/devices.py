@@ -20,7 +20,10 @@ from mooncake.messages.workers import InstanceState, Role
 
 
 def devices_by_host(view: ClusterView, instances: Instances, modules: Modules) -> list[list[Device]]:
-    """Return the devices with movable modules, one list for each host. Unmeasured instances are left out."""
+    """Return the serving instances whose modules can move, as devices: one list for each host.
+
+    Instances without a measured utilisation are left out.
+    """
     by_host = defaultdict[str, list[Instance]](list)
     for instance in instances:
         if instance.state is InstanceState.SERVING and not instance.registration.modules.why_not:
@@ -48,8 +51,10 @@ def _with_hosted(device: Device, compute: float) -> Device:
 
 
 def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules) -> tuple[Device, float]:
-    """Return an instance as a device without hosted modules, and the share of compute that its own modules
-    take at its helper."""
+    """Return an instance as a device without hosted modules, and the compute of its modules at its helper.
+
+    The compute is a share of the instance's time, from 0 to 1.
+    """
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
     assert slot is not None
     assert instance.heartbeat is not None

@@ -44,7 +44,7 @@ _LEAST_WINDOW_S = 3.0
 _FEWEST_ARRIVALS = 10.0
 """The number of arrivals that must have been seen before a role changes."""
 _AGAIN_AFTER_S = 60.0
-"""Seconds after a failed decision in which its instance is not chosen again."""
+"""Seconds after the decision for a change that failed in which the change's instance is not chosen again."""
 _EVALUATED_S = 15.0
 """Seconds before and after a change over which arrivals are compared."""
 _OTHERS_AFTER_S = 15.0

@@ -143,7 +143,7 @@ class Survey:
         """Return whether a rule of `conductor.elasticity.control.RULES` might ask for a move.
 
         True if requests wait at a decode instance, or if its measured or predicted TBT is more than
-        `HEADROOM_SHARE` of the strictest TBT SLO: no rule of today asks for a move otherwise. A rule with
+        `HEADROOM_SHARE` of the strictest TBT SLO. In other cases no rule asks for a move. A new rule with
         another reason needs its condition here, or it is not asked. The check is cheap, as it is made twice a
         second, and mostly returns False.
         """

@@ -73,7 +73,7 @@ class InstanceBatch:
     Requests that move to this instance cannot use these pages.
     """
     takes_requests: bool = True
-    """Whether the instance may be a destination; False while it drains."""
+    """Whether the instance may be a destination; False while it drains or switches its role."""
 
     @property
     def size(self) -> int:

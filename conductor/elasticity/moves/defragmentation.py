@@ -15,8 +15,10 @@ LEAST_WAIT_S = 2.0
 
 
 def defragment(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the moves that free device pages for one waiting request of each instance, the one with the
-    longest prompt. There are no moves for an instance on which they would not free enough pages."""
+    """Return the moves that free device pages for the longest waiting prompt of each instance.
+
+    There are no moves for an instance if moves cannot free enough pages there.
+    """
     moves = []
     for source in batches:
         waiting = _waiting(source)

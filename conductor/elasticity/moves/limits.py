@@ -51,9 +51,10 @@ class RecentMoves:
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
     def settled(self, batches: list[InstanceBatch], now_s: float) -> list[InstanceBatch]:
-        """Return the batches that rules may use.
+        """Return the batches that rules may use: those of instances without a move in the last `SETTLE_S`.
 
-        Requests that have just moved are marked as requests that may not move.
+        Requests that were ordered to move in the last `AGAIN_AFTER_S` are marked as requests that may not
+        move.
         """
         return [
             batch.fixing(self._moved_s)
@@ -63,6 +64,8 @@ class RecentMoves:
 
     def within(self, moves: list[Move], in_flight: Counter[str]) -> list[Move]:
         """Return the moves that the limits allow in addition to the migrations in flight.
+
+        Only the first move to each destination is allowed.
 
         Args:
             moves: The moves that rules want, the most urgent first.
