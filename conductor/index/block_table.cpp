@@ -26,7 +26,7 @@ Entry entry_of(const uint8_t* key, int32_t number) {
     return entry;
 }
 
-// The topmost bits choose the segment, the lowest ones the place.
+// The topmost bits of the hash choose the segment, the lowest ones the place in the segment.
 uint64_t hash(const Entry& entry) {
     uint64_t mixed = (entry.low ^ (entry.high * 0x9E3779B97F4A7C15)) * 0xD6E8FEB86659FD93;
     return (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93;
@@ -42,7 +42,7 @@ class Segment {
         return entries_.empty() ? 0 : entries_[place(wanted, hash)].number;
     }
 
-    // Returns how many keys there are more.
+    // Returns 1 if the key is new, else 0.
     int set(const Entry& wanted, uint64_t hash) {
         if (num_keys_ * 8 >= entries_.size() * 7) grow();
         Entry& entry = entries_[place(wanted, hash)];
@@ -52,13 +52,15 @@ class Segment {
         return is_new;
     }
 
+    // Returns 1 if the key was there, else 0.
     int erase(const Entry& wanted, uint64_t hash) {
         if (!find(wanted, hash)) return 0;
         erase_at(place(wanted, hash));
         return 1;
     }
 
-    // From place `start` on, drops keys whose number is marked, and tells those numbers. Returns where it stopped.
+    // Drops the marked keys of at most `room` places from `start` on, and appends their numbers to `removed`.
+    // Returns the first place that was not examined.
     size_t sweep(size_t start, const uint8_t* is_marked, int32_t* removed, size_t room, size_t* num_removed) {
         while (start < entries_.size() && room > 0) {
             int32_t number = entries_[start].number;
@@ -78,7 +80,7 @@ class Segment {
   private:
     size_t mask() const { return entries_.size() - 1; }
 
-    // Where the key is, or the free place where it belongs.
+    // Returns the place of the key, or the free place where the key belongs.
     size_t place(const Entry& wanted, uint64_t hash) const {
         size_t place = hash & mask();
         while (entries_[place].number &&
@@ -94,7 +96,7 @@ class Segment {
             if (entry.number) entries_[place(entry, hash(entry))] = entry;
     }
 
-    // Closes the gap, so that searches need no tombstones.
+    // Frees the place `gap` and moves later entries up to close the gap, so that searches need no tombstones.
     void erase_at(size_t gap) {
         for (size_t next = (gap + 1) & mask(); entries_[next].number; next = (next + 1) & mask()) {
             size_t home = hash(entries_[next]) & mask();
@@ -118,7 +120,7 @@ struct Table {
 
     Segment& segment(uint64_t hash) { return segments[hash >> 56]; }
 
-    // Calls `visit(i, entry, hash)` for each key, whose place is on its way to the cache.
+    // Calls `visit(i, entry, hash)` for each key. The key's place was prefetched `kAhead` keys before.
     template <class Visit>
     void for_each(const uint8_t* keys, size_t num_keys, Visit visit) {
         uint64_t hashes[kAhead];
@@ -151,8 +153,8 @@ void table_find(Table* table, const uint8_t* keys, size_t num_keys, int32_t* num
     });
 }
 
-// The keys up to the first one that is not there, as runs of equal numbers: the number of each run, and where it
-// ends. Returns how many runs.
+// Writes the runs of equal numbers before the first key that is not in the table: the number of each run, and
+// the index behind its last key. Returns the number of runs.
 size_t table_runs(Table* table, const uint8_t* keys, size_t num_keys, int32_t* numbers, int32_t* ends) {
     size_t num_runs = 0;
     bool is_over = false;
@@ -166,7 +168,7 @@ size_t table_runs(Table* table, const uint8_t* keys, size_t num_keys, int32_t* n
     return num_runs;
 }
 
-// A number of 0 drops the key.
+// Sets the number of each key. The number 0 drops its key.
 void table_set(Table* table, const uint8_t* keys, size_t num_keys, const int32_t* numbers) {
     table->for_each(keys, num_keys, [&](size_t i, Entry key, uint64_t hash) {
         key.number = numbers[i];
@@ -175,8 +177,9 @@ void table_set(Table* table, const uint8_t* keys, size_t num_keys, const int32_t
     });
 }
 
-// Looks at the next `num_places` places, goes round, and drops keys whose number is marked. Returns how many,
-// and their numbers in `removed`, which has room for as many as places.
+// Examines at most the next `num_places` places of one segment, and drops keys whose number is marked. Writes
+// the numbers of the dropped keys to `removed`, which has room for `num_places`, and returns how many they are.
+// A call after the end of a segment goes on with the next one, and after the last one with the first.
 size_t table_sweep(Table* table, size_t num_places, const uint8_t* is_marked, int32_t* removed) {
     size_t num_removed = 0;
     Segment& segment = table->segments[table->swept_segment];

@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 class BlockTable(Protocol):
     """The interface of a table from block keys to numbers, which begin at 1.
 
-    A key whose length is not `KEY_BYTES` raises ValueError.
+    Every key must have `KEY_BYTES` bytes. A call with other keys may raise ValueError.
     """
 
     def __len__(self) -> int: ...
 
     def find(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """Return the number of each key."""
+        """Return the number of each key; `ABSENT` for a key that is not in the table."""
 
     def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
         """Return the runs of equal numbers before the first absent key.

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from mooncake.messages.blocks import BlockKey
 
 EVENT_DELAY_S = 0.5
-"""Seconds from the end of a prefill until KV events have reported its blocks.
+"""Seconds after the end of a prefill in which its blocks still count as coming.
 
-Until then the blocks are coming.
+KV events report the blocks in this time.
 """
 
 Coming = list[tuple[int, int]]
@@ -62,7 +62,10 @@ class _Node:
     """The child nodes by the key of their first block."""
 
     def common_end(self, keys: Sequence[BlockKey]) -> int:
-        """Return the end of the blocks that this node and `keys` have in common. They share at least one."""
+        """Return the end of the blocks that this node and `keys` have in common.
+
+        They must have the node's first block in common.
+        """
         end = min(self.end, len(keys))
         if self.keys[end - 1] == keys[end - 1]:
             return end
@@ -146,7 +149,7 @@ class ComingPrefixes:
     def stored(self, prompt: ComingPrompt, now_s: float) -> None:
         """Record that a prompt's prefill has ended.
 
-        The prompt is removed `EVENT_DELAY_S` later, when KV events have reported its blocks.
+        The prompt is removed `EVENT_DELAY_S` later, as KV events should have reported its blocks by then.
         """
         self._ended.append((now_s + EVENT_DELAY_S, prompt))
 

@@ -92,7 +92,7 @@ class EventStream:
         return Step([], self._ask_replay(self._next_sequence, now_s) if is_due else None)
 
     def receive(self, message: FromKVEvents, now_s: float) -> Step:
-        """Process a live batch, or a part of an answer, and return the events to apply."""
+        """Process a live batch or a part of an answer. Returns the events to apply, and the next question."""
         if message.incarnation < self.incarnation:
             return Step([])  # it was in flight when that life ended
         restarted: list[KVEvent] = []

@@ -1,9 +1,9 @@
 """The prefix index: which instances hold the leading blocks of a prompt, and in which tier.
 
-The index follows the KV events of every pool. Keys are chained: a prompt's blocks are looked up once for all
-instances, and the set of instances that hold all blocks so far can only shrink from block to block (Mooncake,
-section 6.1, Algorithm 1: `prefix_len`). A late or wrong event costs a hit, and nothing else: an instance that
-is asked for a block looks for the block itself.
+The index follows the KV events of every pool. A prompt's blocks are looked up once for all instances. Keys
+are chained, so the set of instances that hold all blocks so far can only shrink from block to block
+(Mooncake, section 6.1, Algorithm 1: `prefix_len`). A late or wrong event costs a hit, and nothing else: an
+instance that is asked for a block looks for the block itself.
 
 Owns: keys and their holders, the slots of the instances. Does not know: where events come from, placement.
 """
@@ -125,7 +125,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._table = new_block_table()
-        """The number of the set of holders, for each key."""
+        """The number of each key's set of holders."""
         self._slots: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shards_of: dict[str, tuple[str, ...]] = {}
@@ -154,11 +154,17 @@ class PrefixIndex:
 
     @property
     def num_stale_blocks(self) -> int:
-        """The number of keys whose last holder was removed. Each later event drops some of them."""
+        """The number of keys without a holder that are still in the table. Each call of `apply` drops some.
+
+        Such keys remain when an instance is removed or a pool is cleared.
+        """
         return self._sets.num_unheld_blocks
 
     def num_held(self, name: str) -> Mapping[Tier, int]:
-        """Return the number of blocks, by tier, of the shard that publishes as `name`."""
+        """Return the number of blocks, by tier, of the shard that publishes as `name`.
+
+        Raises KeyError for an unknown name.
+        """
         return MappingProxyType(self._shards[name].num_blocks)
 
     def add_instance(self, name: str, shards: Sequence[str] = ()) -> int:

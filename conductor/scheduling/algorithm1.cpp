@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Arrays by slot. The first five are written: the times of the prompt there.
+// Arrays by slot. The first five are written: the times that the prompt would take on each instance.
 struct Columns {
     int64_t num_slots;
     double *queue_s, *rest_s, *ttft_s;
@@ -49,8 +49,9 @@ struct Inlining {
 
 bool is_in(const uint8_t* row, int64_t slot) { return row[slot / 8] >> slot % 8 & 1; }
 
-// Numbers of blocks, each with a row of bits by slot. First the depths: slots that hold so many leading blocks and no
-// more. Behind them the runs on SSD: slots that hold so many of their blocks on SSD only.
+// Numbers of blocks, each with a row of bits by slot. The first `num_depths` numbers are depths: the row has
+// the slots that hold exactly so many leading blocks. The other `num_on_ssd` numbers are lengths of runs: the
+// row has the slots that hold the run on SSD only.
 struct Match {
     int64_t num_depths, num_on_ssd, row_bytes;
     const int32_t* numbers;
@@ -62,7 +63,7 @@ struct Match {
 
     int64_t num_prefix_blocks(int64_t slot) const {
         int64_t number = 0;
-        while (!is_in(row(number), slot)) number++;  // each slot is in one of them
+        while (!is_in(row(number), slot)) number++;  // each slot is in the row of one depth
         return numbers[number];
     }
 
@@ -79,7 +80,8 @@ double estimate_prefill_queue_time(const Columns& at, int64_t p, const double* b
     return behind_s ? left_s - behind_s[p] : left_s;
 }
 
-// `mooncake.messages.costs`; at least one token is computed, from which the first one comes.
+// The polynomial of `mooncake.messages.costs`. At least one token is computed, as the first output token is
+// drawn from it.
 double estimate_prefill_execution_time(const Columns& at, int64_t p, const Prompt& prompt, int64_t prefix_blocks) {
     int64_t prefix_len = prompt.prefix_len(prefix_blocks);
     double num_new = prompt.len - prefix_len, num_pairs = num_new * (prefix_len + num_new / 2);
@@ -102,7 +104,7 @@ bool has_room_to_decode(const Columns& at, int64_t d, int64_t num_blocks, const 
 
 extern "C" {
 
-// Line 4: of the holders of the longest prefix, the one that can send it first.
+// Line 4: returns the slot that can send the longest prefix first, among those that hold it.
 int64_t find_best_prefix_match(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
                                const uint8_t* rows, double block_bytes) {
     Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
@@ -120,7 +122,7 @@ int64_t find_best_prefix_match(const Columns* at, int64_t num_depths, int64_t nu
     return best;
 }
 
-// Lines 2 to 23: the TTFT on each instance, and the least.
+// Lines 2 to 23: writes the predicted times on each instance, and returns the slot with the least cost.
 int64_t estimate_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
                       const uint8_t* rows, const Prompt* prompt, const double* behind_s) {
     Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
@@ -153,7 +155,8 @@ int64_t estimate_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd,
     return p;
 }
 
-// Line 24: where the TBT of the requests there and this one is least; -1 if no instance has room. `refused` is a row, or null.
+// Line 24: returns the slot whose TBT with one more request is least, and writes this TBT; -1 if no instance
+// has room. `refused` is the row of the slots that must not be chosen, or null.
 int64_t select_decoding_instance(const Columns* at, int64_t len, int64_t num_blocks, const uint8_t* refused,
                                  double* tbt_s) {
     int64_t d = -1;
@@ -168,8 +171,9 @@ int64_t select_decoding_instance(const Columns* at, int64_t len, int64_t num_blo
     return d;
 }
 
-// Section 5: where the prompt adds the least waiting if its decode instance computes it; -1 if none can. `times_s` are
-// those of `Inlined`: queue, load, prefill, iterations beside, waiting.
+// Section 5: returns the slot on which the prompt adds the least waiting if it is inlined there; -1 if it can
+// be inlined nowhere. Writes the times of `Inlined` to `times_s`: queue, load, prefill, iterations beside,
+// waiting.
 int64_t select_inlining_instance(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
                                  const uint8_t* rows, const Prompt* prompt, const double* behind_s,
                                  const Inlining* inlining, const uint8_t* refused, double* times_s) {
