@@ -37,7 +37,10 @@ class Options(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the picker. Returns the exit code: 0 if the picker was told to end, 2 for wrong use."""
+    """Run the picker, and return the exit code.
+
+    The code is 0 if the picker was told to end, and 2 for wrong use or if the extra `gateway` is missing.
+    """
     try:
         options = parsed(arguments)
         from conductor.picker.service import serve  # needs the extra

@@ -103,7 +103,9 @@ def _is_among(address: str, allowed: Collection[str]) -> bool:
 
 
 def _load(fronts: list[WatchedFront]) -> tuple[float, int]:
-    """Return the sort key of a cluster: its requests per decode instance, then the number of its latest
-    request."""
+    """Return the sort key of a cluster: requests per decode instance, then the number of the latest request.
+
+    `fronts` are the cluster's fronts that are ready.
+    """
     num_requests = sum(front.num_requests for front in fronts)
     return num_requests / max(front.num_decode for front in fronts), max(front.turn for front in fronts)

@@ -50,7 +50,7 @@ RETRY_AFTER_S = 1
 class ProcessingStream:
     """One HTTP request and its response in Envoy's external processing.
 
-    The caller must close it when the request has ended.
+    The caller must close the stream when the request has ended.
     """
 
     def __init__(self, fronts: WatchedFronts) -> None:
@@ -60,7 +60,10 @@ class ProcessingStream:
         self._streams_request = self._streams_response = True
 
     def answer(self, message: ProcessingRequest) -> ProcessingResponse | None:
-        """Return the answer to a message; None for a message to which Envoy expects no answer."""
+        """Return the answer to a message; None for a message to which Envoy expects no answer.
+
+        Raises ValueError for a message of no known kind.
+        """
         if message.HasField("protocol_config"):
             # Gateways other than Envoy may not send this: the protocol demands full duplex then.
             modes, full = message.protocol_config, ProcessingMode.FULL_DUPLEX_STREAMED

@@ -57,7 +57,8 @@ class _Followed:
     life: bytes
     """The socket identity of the messenger's instance.
 
-    When the identity changes, the index drops the blocks of the earlier life.
+    Each life of an instance has another identity. For a new life the messenger is followed anew, from a
+    snapshot.
     """
     address: MessengerAddress
     peer: bytes

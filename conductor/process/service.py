@@ -93,7 +93,10 @@ class ConductorService:
         self._num_changes_followed = 0
 
     async def run(self) -> None:
-        """Receive and handle messages until cancelled. Raises LeadershipLostError at the end of the term."""
+        """Receive and handle messages until cancelled.
+
+        Raises LeadershipLostError, in an ExceptionGroup, at the end of the term.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._term.end())
             group.create_task(self._tick())
@@ -156,7 +159,7 @@ class ConductorService:
     def _follow(self) -> None:
         """Follow the KV events of the registered instances, if the instances have changed.
 
-        To be called before the caller awaits anything, so that no life of an instance is missed.
+        The caller must not await anything between the change and this call, so that no life is missed.
         """
         if self._num_changes_followed != self._conductor.instances.num_changes:
             self._num_changes_followed = self._conductor.instances.num_changes
@@ -175,7 +178,10 @@ async def serve(process: ConductorProcess) -> None:
 
 
 async def _serve(process: ConductorProcess) -> None:
-    """Wait until this process leads, then serve. Raises LeadershipLostError when leadership is lost."""
+    """Wait until this process leads, then serve.
+
+    Raises LeadershipLostError, in an ExceptionGroup, when leadership is lost.
+    """
     config = process.config
     tracer = open_tracer(config.tracing, "conductor")
     async with contextlib.AsyncExitStack() as stack:

@@ -131,7 +131,7 @@ class History:
     on_end: Callable[[RequestTimeline], None] = lambda _: None
     """A callback that gets each timeline that is over."""
     _held: dict[str, "_Decoded"] = field(default_factory=dict)
-    """By id, requests of an earlier Conductor that an instance decodes and no front has reported yet."""
+    """Requests of an earlier Conductor, by id, that an instance decodes and no front has reported yet."""
 
     def find(self, request_id: str) -> RequestTimeline | None:
         """Return the timeline of a request that is live or ended lately; None for an unknown id.
