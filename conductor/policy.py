@@ -321,7 +321,7 @@ class Conductor:
         """Return why a new request is rejected; None if it is accepted.
 
         The request may be a further choice of an answer whose first choice runs already. So no rule for
-        further choices may depend on the time: it could reject one choice of an answer, and not the others.
+        further choices may depend on the time: such a rule could reject only some choices of an answer.
         Only the first choice has a claim on the tenant's quota.
 
         Returns:

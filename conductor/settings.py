@@ -89,9 +89,13 @@ class Limits:
 
     max_running_requests: int = 256
     max_attempts: int = 3
+    """The failed attempts after which a request fails."""
     peer_timeout_s: float = 5.0
+    """Seconds without a message after which a worker or a front counts as lost."""
     placement_timeout_s: float = 60.0
+    """Seconds for which a request waits for a pair with room."""
     return_grace_s: float = 10.0
+    """Seconds for which a lost instance is expected to register again."""
     switch_timeout_s: float = 30.0
     """Seconds after which a switch of an instance's role is undone."""
     max_migrations: int = 8

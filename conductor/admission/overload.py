@@ -270,9 +270,11 @@ class Admission:
     ) -> float | None:
         """Predict the TBT in seconds at two moments, and return the greater one.
 
-        The first moment is the horizon `known_until_s`. The second one is the end of the last accepted
+        The first moment is the horizon `known_until_s`. The second moment is the end of the last accepted
         prefill, but at most the duration of a mean decode after the horizon. It is left out if it is not
-        later than the horizon. None if at each of these moments some instance decodes nothing.
+        later than the horizon.
+
+        None if at each of these moments some instance decodes nothing.
         """
         forecast, iteration_s = self._forecast, self._next_iteration_s()
         times_s = [known_until_s]

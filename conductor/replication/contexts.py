@@ -90,7 +90,7 @@ class Contexts:
         return effects
 
     def _may_be_longer(self, context: KeptContext) -> bool:
-        """Return whether any instance holds the first block of the cache that is not pinned.
+        """Return whether any instance holds the cache's first unpinned block.
 
         The check is one look-up, however long the cache is.
         """

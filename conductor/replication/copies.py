@@ -304,8 +304,8 @@ class Replication:
     ) -> int | None:
         """Return the slot of the prefill instance that should fetch the first `depth` blocks; None for none.
 
-        It is the one with the shortest queue among the instances that lack some of these blocks and have room
-        for them.
+        The instance is the one with the shortest queue among those that lack some of these blocks and have
+        room for them.
         """
         view, loads = self._view, self._view.loads
         is_possible = loads.is_prefill & (num_blocks < depth)
@@ -321,7 +321,7 @@ class Replication:
     def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
         """Return the slot of the instance that can send the first `depth` blocks earliest.
 
-        It is the one with the fewest bytes in flight and on SSD.
+        The bytes of transfers ahead and the bytes of the blocks on SSD are compared.
         """
         (holders,) = (match.num_blocks >= depth).nonzero()
         num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)

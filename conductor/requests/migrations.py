@@ -48,7 +48,7 @@ class Migrations:
         return self._requests.migrating
 
     def may_move(self, tracked: TrackedRequest) -> bool:
-        """Return whether the request can leave its instance now. It must be in decode."""
+        """Return whether the request can leave its instance now. A request that is not in decode cannot."""
         return not self._why_it_stays(tracked)
 
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:

@@ -127,7 +127,7 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Continue a request at the pair of its latest attempt that both instances of the pair have reported.
+        """Continue a request at the pair of its latest attempt for which no instance's report is missing.
 
         Does nothing if there is no such attempt. If the request is not RESUMING, its reported attempts are
         stopped instead.

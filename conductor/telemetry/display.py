@@ -39,10 +39,13 @@ class Display:
         return instances_text(self._conductor, self._model_name)
 
     def state(self, num_received: NumReceived) -> dict[str, Any]:
-        """Return instances, traffic between pools, the latest requests and rejections, as JSON values.
+        """Return everything that the dashboard shows, as JSON values.
 
-        `num_received` returns the number of tokens of a request that have arrived at the front. No value
-        changes merely because time passes.
+        These are instances and their changes, migrations, decisions about roles, traffic between pools,
+        context caches, and the latest requests and rejections. No value changes merely because time passes.
+
+        `num_received` returns the number of tokens of a request that have arrived at the front; None for an
+        unknown request.
         """
         history = self._history
         return {

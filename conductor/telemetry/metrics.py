@@ -348,7 +348,10 @@ def _histogram(name: str, of: str, errors: Errors) -> Metric:
 
 
 def elasticity_metrics(elasticity: Elasticity, utilisation: Utilisation) -> Iterator[Metric]:
-    """Yield all metric families of elasticity. Without a rebalancer its families are empty."""
+    """Yield all metric families of elasticity.
+
+    The families of desired instances and of decisions are empty without a rebalancer.
+    """
     used = GaugeMetricFamily(
         "mooncake_instance_utilisation",
         "share of an instance that was really used: computing time, and bytes of KVCache",

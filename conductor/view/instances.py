@@ -112,8 +112,9 @@ class Instance:
 
         A sequence must fit both with the modules where they are and with all modules back. There is one
         exception: if a helper has device pages of a decode instance, a sequence may be so long that it needs
-        these pages. The pages then stay at the helper until the sequence has ended, so no such sequence is
-        taken while they are to come back. A prompt must always fit without the helper (`max_prompt_blocks`).
+        these pages. The pages then stay at the helper until the sequence has ended. So no such sequence is
+        taken while the pages are to come back. A prompt must always fit without the helper
+        (`max_prompt_blocks`).
         """
         capacity = self.registration.capacity
         most = min(capacity.num_pool_pages, self.num_device_pages)

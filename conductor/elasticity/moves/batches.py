@@ -114,7 +114,8 @@ class InstanceBatch:
     def is_within(self, share: float = 1.0) -> bool:
         """Return whether the predicted TBT with all coming requests is within `share` of the strictest SLO.
 
-        Without an SLO: return whether all requests have a batch slot.
+        The margin of a prediction (`tbt_margin_s`) is added to the TBT. Without an SLO, the result tells
+        whether all requests have a batch slot.
         """
         if self.tbt_slo_s is None:
             return self.size <= self.max_batch
