@@ -44,8 +44,8 @@ class Display:
         These are instances and their changes, migrations, decisions about roles, traffic between pools,
         context caches, and the latest requests and rejections. No value changes merely because time passes.
 
-        `num_received` returns the number of tokens of a request that have arrived at the front; None for an
-        unknown request.
+        `num_received` returns the number of tokens of a request that have arrived at the front; None for a
+        request that is not in flight.
         """
         history = self._history
         return {
