@@ -321,7 +321,7 @@ class Replication:
     def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
         """Return the slot of the instance that can send the first `depth` blocks earliest.
 
-        The bytes of transfers ahead and the bytes of the blocks on SSD are compared.
+        The instance is the one with the fewest bytes of transfers ahead plus bytes of these blocks on SSD.
         """
         (holders,) = (match.num_blocks >= depth).nonzero()
         num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)

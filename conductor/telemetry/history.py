@@ -208,7 +208,7 @@ class History:
             self._go_on(timeline, decoded, now_s)
 
     def _hold(self, held: Held, instance: str, now_s: float) -> None:
-        """Record that an instance decodes a request of an earlier Conductor.
+        """Record that an instance decodes a request of an earlier Conductor. Other steps are not recorded.
 
         The request's front may have reported the request before.
         """

@@ -19,8 +19,8 @@ HEADROOM_SHARE = 0.85
 def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
     """Return moves that give the strictest class of a batch more headroom.
 
-    From each batch with little headroom one request of a lower class moves to a batch without the strictest
-    class.
+    From each batch with little headroom one request of a lower class moves to a batch without requests of
+    the strictest class or a stricter one.
     """
     moves = []
     for source in batches:
