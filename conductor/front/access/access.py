@@ -22,16 +22,16 @@ from mooncake.messages.fronts import QuotaClaim
 from mooncake.security.api_keys import ApiKey
 
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/metrics", "/version"})
-"""Paths that need no key, as they reveal nothing about clients' requests."""
+"""Paths that need no key. They show neither prompts nor answers."""
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_context_cache_tokens")
 """Names of a key's attributes that limit its use."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """The counts of one key.
+    """The counts of one key, and the state of its token bucket (`KeyLimits`).
 
-    `num_left` is the number of requests that the key may send at once at the time `at_s`. It may be a
+    `num_left` is the number of requests that the key may send at once at the time `at_s`. The number may be a
     fraction, as the bucket is refilled evenly: at 0.5, half the time until the next request has passed.
     Invariant: `0 <= num_left <= max(1, requests_per_minute)`.
     """
@@ -48,8 +48,8 @@ class _Use:
 class KeyLimits:
     """The counts of each key's requests and choices, and the checks of the key's limits.
 
-    The rate is a token bucket: the requests of a whole minute may be sent at once, and the bucket is refilled
-    evenly.
+    The limit of the rate is a token bucket: the requests of a whole minute may be sent at once, and the
+    bucket is refilled evenly. Requests at other fronts are not counted.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def _running(num_running: int, key: ApiKey) -> str:
 
 
 class KeyUse:
-    """One HTTP request's use of its key's limits, from the request's admission to `end`."""
+    """One HTTP request's share in the counts of its key, from the request's admission to `end`."""
 
     def __init__(self, key: ApiKey, limits: KeyLimits, now_s: float) -> None:
         """Admit a request. It counts as one choice until `take` sets the number. Raises RateLimitedError."""
@@ -129,7 +129,8 @@ class KeyUse:
     def take(self, num_choices: int) -> None:
         """Set the number of choices of the request. To be called at most once.
 
-        Raises RequestError if the key may never run so many, RateLimitedError if it may not run them now.
+        Raises RequestError if the key may never run so many choices, RateLimitedError if the key may not run
+        them now.
         """
         self._limits.add_choices(self.key, num_choices - 1)
         self._num_choices = num_choices
@@ -166,7 +167,8 @@ def _most(requests_per_minute: float | None) -> float:
 class AccessControl:
     """ASGI middleware that admits requests with a valid key within the key's limits.
 
-    An admitted request has its `KeyUse` in `request.state.key_use`.
+    An admitted request has its `KeyUse` in `request.state.key_use`. Requests for paths that need no client's
+    key pass without a check.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class AccessMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of every key that is valid now."""
+        """Yield the metrics of all keys that were in the file at its latest check."""
         allowed = GaugeMetricFamily(
             "mooncake_api_key_limit", "Limits that a key's entry sets", labels=["key", "limit"]
         )

@@ -4,7 +4,8 @@ If clients or admins have keys, these routes need an admin's key. Local requests
 through a proxy on this machine look local. Without keys the dashboard is open, and `/admin` may be used from
 this machine.
 
-Owns: the decision who may use these routes. Does not know: what the routes do (`admin`, `monitoring`).
+Owns: the decision which clients may use these routes. Does not know: what the routes do (`admin`,
+`monitoring`).
 """
 
 import base64

@@ -28,9 +28,10 @@ class KeyRing:
         self._read_at_s = 0.0
 
     def find(self, authorization: str | None, now_s: float) -> ApiKey:
-        """Return the API key in this `Authorization` header.
+        """Return the API key in this `Authorization` header; None stands for a request without the header.
 
-        Raises UnauthorizedError, whose message does not repeat the header.
+        The file is read again first if it has changed, which is checked once a second at most. `now_s` is the
+        time of a monotonic clock. Raises UnauthorizedError, whose message does not repeat the header.
         """
         if now_s - self._read_at_s >= _RELOAD_S:
             self._read_at_s = now_s
