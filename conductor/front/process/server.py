@@ -1,6 +1,6 @@
 """Start and stop of the front inside an event loop that other parts share.
 
-Owns: the listening socket, the HTTP server's and the link's lives. Does not know: routes, signals.
+Owns: the listening sockets, when the HTTP servers and the link begin and end. Does not know: routes, signals.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ async def serve(
     tracer: "Tracer | None" = None,
     drain: FrontDrain | None = None,
 ) -> None:
-    """Serve the front until cancelled. Requests that are open then get an error.
+    """Serve the front until cancelled. Requests that are open at that time get an error.
 
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
@@ -71,8 +71,9 @@ async def serve(
     `cache_store` keeps the context caches; a front without a store makes no context caches.
     `tracer` makes the spans of requests, and exports them until this function ends.
     `drain` lets the caller drain the front before the cancellation; None if the front is never drained.
-    Raises ConfigError if a port, an endpoint, the certificate, the file of API keys or the file of context
-    caches cannot be used.
+    Raises ConfigError if a port, an endpoint, the certificate, a file of API keys, the store of context
+    caches or the trace file cannot be used. Raises an ExceptionGroup with a ConfigError if the Conductor
+    refuses the front.
     """
     certificate = None if config.tls_cert is None else Certificate(config.tls_cert, _key_of(config))
     with contextlib.ExitStack() as sockets:
@@ -135,7 +136,10 @@ async def _wait_closed(servers: Sequence[HttpServer], timeout_s: float) -> None:
 
 
 async def _tidy_up_behind(servers: Sequence[HttpServer]) -> None:
-    """Return the memory of ended connections to the operating system, outside the event loop."""
+    """Return the memory of ended connections to the operating system now and then, until cancelled.
+
+    Another thread does the work, as it would stop the event loop.
+    """
     while True:
         await asyncio.sleep(_TIDY_S)
         have_gone = [server.connections.crowd_has_gone() for server in servers]

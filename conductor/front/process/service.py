@@ -21,11 +21,11 @@ from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import FrontProcess
 from mooncake.tracing.opening import open_tracer
 
-_LAST_WORDS_S = 1.0  # so that the Conductor hears which requests nobody waits for any more
+_LAST_WORDS_S = 1.0  # to send the Conductor the cancellations of requests
 
 
 async def serve(process: FrontProcess) -> None:
-    """Run the front: listen, open the model's description, and serve until cancelled."""
+    """Run the front: listen, load the model's tokenizer and limits, and serve until cancelled."""
     config, key = process.config, process.cluster_key
     tracer = open_tracer(config.tracing, process.name)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The start of a process that has a front: its model, the front's settings, the report that it is ready.
+"""The start of a process that has a front: the model, the front's settings, the report of readiness.
 
 Owns: which part of the configuration a front gets, the signal that drains it. Does not know: where the
 Conductor is.
@@ -24,8 +24,10 @@ _NUM_NEW_OBJECTS = 20_000
 
 
 class OpenedModel(NamedTuple):
-    """The configured model: the name of its checkpoint, its shape and dtype, and its tokenizer and limits for
-    the front."""
+    """The configured model, without its weights.
+
+    `name` is the name of the checkpoint. `served` has the tokenizer and the limits, for the front.
+    """
 
     name: str
     shape: ModelShape
@@ -74,7 +76,11 @@ def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfi
 
 
 def front_drain(config: Config) -> FrontDrain:
-    """Return the drain of this front. It begins at SIGTERM, and its end stops the process."""
+    """Return the drain of this front. It begins at SIGTERM, and its end stops the process.
+
+    If the drain has not ended `worker.drain_timeout_s` after SIGTERM, the process stops all the same. Needs a
+    running event loop.
+    """
     drain = FrontDrain(stop)
 
     def begin() -> None:
