@@ -1,6 +1,6 @@
 """The beginning of prompts that a context cache holds, as the processes that read requests get it.
 
-Owns: which requests may begin with it. Does not know: the cache, its blocks.
+Owns: which requests may continue the beginning. Does not know: the cache, its blocks.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from mooncake.errors import RequestError
 class Beginning(NamedTuple):
     """The beginning of prompts, as a context cache holds it.
 
-    It can be sent to the processes that read requests.
+    A beginning can be pickled, so that the processes that read requests can get it.
     """
 
     token_ids: list[int]

@@ -61,7 +61,7 @@ class CacheFile:
             raise self._file.damaged(error) from None
 
     async def put(self, cache: StoredCache) -> None:
-        """Add a cache."""
+        """Add a cache, or replace the stored cache with its id."""
         row = _row_of(cache)
         places = ", ".join("?" * len(row))
         adding = (f"INSERT OR REPLACE INTO context_caches VALUES ({places})", row)

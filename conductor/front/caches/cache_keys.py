@@ -2,7 +2,8 @@
 
 A cache has two keys in etcd: one for its content, the other for its end, the time at which it expires. The
 content has up to some 1.5 MiB and never changes; clients may change the end often. The two keys are separate
-because etcd keeps former values of keys. When a cache has expired, its keys are removed.
+because etcd keeps former values of keys: each new end would store the content again. When a cache has
+expired, its keys are removed.
 
 Owns: these keys and their values; which caches may have another end in etcd than clients were told. Does not
 know: who may see a cache, where its blocks are, etcd's calls (`mooncake.leadership.state_keys`).
@@ -28,7 +29,7 @@ _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
 Contents are few because each may have 1.5 MiB.
 """
 _NEVER = 0.0
-"""The end of a cache that is to be removed from etcd: a deleted cache, or one unknown to its client."""
+"""The end that marks a cache for removal from etcd: it is deleted, or its client was never told of it."""
 _FASTEST = 1
 TIDY_S = 1.0
 """Seconds between two searches for caches that have ended, or whose end in etcd is in doubt."""
@@ -50,11 +51,11 @@ class CacheKeys:
         """Ids of caches whose end in etcd is in doubt, because etcd has not answered a change of it."""
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
-        """Return the caches of this model, oldest first. Waits until etcd answers.
+        """Return the caches of this model that have not expired, oldest first. Waits until etcd answers.
 
         If an owner has two caches of one name, only the newer one is returned; `tidy_up` removes the older
         one from etcd. The client was never told of the older one; otherwise the newer one would have been
-        refused, because its name was taken.
+        refused, because its name was taken. Raises ConfigError if etcd refuses to answer.
         """
         contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
         ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)
@@ -91,13 +92,13 @@ class CacheKeys:
         """Tidy up every `TIDY_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(TIDY_S)
-            with contextlib.suppress(NotStoredError):  # tried again
+            with contextlib.suppress(NotStoredError):  # the next call tries again
                 await self.tidy_up()
 
     async def tidy_up(self) -> None:
         """Remove ended caches from etcd, and set each end in doubt to the end that clients were told.
 
-        A call handles only as many caches as fit into one change of etcd. Raises NotStoredError.
+        One call handles only as many caches as fit into one change of etcd. Raises NotStoredError.
         """
         async with self._keys.turn():
             now, most = time.time(), MAX_KEYS // 3

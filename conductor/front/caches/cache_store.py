@@ -13,7 +13,11 @@ from mooncake.messages.blocks import BlockKey
 
 
 class StoredCache(NamedTuple):
-    """One context cache. `owner` is the digest of its API key; empty if clients have no keys."""
+    """One context cache, as it is stored.
+
+    `owner` is the digest of its API key; empty if clients have no keys. `chat_prefix` is the `ChatPrefix` in
+    JSON; None if the cache was made of tokens or a text. `root_key` is the parent of the first block's key.
+    """
 
     id: str
     fingerprint: str
@@ -36,7 +40,7 @@ class CacheStore(Protocol):
     """
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
-        """Return the caches of this model, oldest first. Raises ConfigError if they cannot be read."""
+        """Return this model's unexpired caches, oldest first. Raises ConfigError if they cannot be read."""
 
     async def put(self, cache: StoredCache) -> None:
         """Add a cache."""

@@ -52,7 +52,7 @@ class Savings:
 
 @dataclass(slots=True, eq=False)
 class ContextCache:
-    """One cache.
+    """One context cache.
 
     `keys` are the block keys of its full blocks. `root_key` depends on the cache's salt; it is the parent of
     the first of `keys`.
@@ -69,9 +69,9 @@ class ContextCache:
     created_at: float
     """Seconds since 1970."""
     expires_s: float | None = None
-    """The time at which the cache ends; None while the cache is being made."""
+    """The time at which the cache ends, as in `ContextCaches`; None while the cache is being made."""
     num_extending: int = 0
-    """The number of extensions that are being stored. While there are any, the cache does not end."""
+    """The number of times to live that are being stored. While there are any, the cache does not end."""
     is_being_deleted: bool = False
     """Whether the cache's deletion is being stored.
 
@@ -80,6 +80,7 @@ class ContextCache:
     """
     saved: Savings = field(default_factory=Savings)
     saved_by_key: Savings = field(default_factory=Savings)
+    """The savings of all caches of the API key, also of caches that have ended."""
 
     @property
     def num_tokens(self) -> int:
@@ -130,12 +131,12 @@ class ContextCaches:
             stored: The caches of this model in the store.
             fingerprint: The model's fingerprint.
             block_size: Tokens of a block.
-            now_s: The time.
+            now_s: The present time of the caller's clock.
         """
         self._default_quota = default_quota
         self._store, self._fingerprint = store, fingerprint
         self.num_store_failures = 0
-        """The number of changes that were refused as they could not be stored."""
+        """The number of changes that were refused because they could not be stored."""
         self._caches: dict[str, dict[str, ContextCache]] = {}
         """Caches by owner and id."""
         self._by_key: dict[str, Savings] = {}
@@ -236,7 +237,7 @@ class ContextCaches:
         self._caches.setdefault(cache.owner, {})[cache.id] = cache
 
     def find(self, key: ApiKey | None, name: str, now_s: float, param: str | None = None) -> ContextCache:
-        """Return the key's cache with this id or name. Raises RequestError, naming `param`."""
+        """Return the key's cache with this id or name. Raises RequestError that names the field `param`."""
         for cache in self.of(key, now_s):
             if name in (cache.id, cache.name):
                 return cache
@@ -248,7 +249,7 @@ class ContextCaches:
         )
 
     def of(self, key: ApiKey | None, now_s: float) -> list[ContextCache]:
-        """Return all caches of this key, oldest first."""
+        """Return all caches of this key, oldest first, except caches that are being deleted."""
         return [cache for cache in self._living(_owner(key), now_s) if not cache.is_being_deleted]
 
     def kept(self, now_s: float) -> list[KeepContext]:
@@ -270,7 +271,10 @@ class ContextCaches:
         return self._default_quota if given is None else given
 
     def by_key(self, now_s: float) -> Iterator[tuple[str, list[ContextCache], Savings]]:
-        """Yield, for each key that has made a cache, its name, its caches, and their total savings."""
+        """Yield the name of each key that has made a cache, the key's caches, and the savings of all of them.
+
+        The savings include those of caches that have ended.
+        """
         living: dict[int, list[ContextCache]] = {}
         for owner in list(self._caches):
             for cache in self._living(owner, now_s):
