@@ -44,7 +44,7 @@ class ReceivedBody:
         self.pieces = [bytearray()]
         """The pieces in order.
 
-        All but the last have at least `_PIECE_BYTES`. None has more than that plus one added part.
+        All but the last have at least `_PIECE_BYTES`. A piece ends with the added part that has filled it.
         """
 
     def __len__(self) -> int:
@@ -66,8 +66,10 @@ class ReceivedBody:
 
 @contextlib.contextmanager
 def refusing_depth() -> Generator[None, None, None]:
-    """Make a context that raises RequestError instead of RecursionError, for a body that is nested too
-    deeply."""
+    """Make a context that refuses a body that is nested too deeply.
+
+    The context raises RequestError in place of RecursionError.
+    """
     try:
         yield
     except RecursionError:

@@ -34,8 +34,9 @@ class CallObject:
     """The JSON object of a tool call, parsed character by character.
 
     `name` is set once it is known. The object is certain to be a call (`is_call`) when its name, one of
-    `names`, and the beginning of its arguments have been pushed. Until then, the object may turn out to be
-    no call (`NotACallError`). From then on, `take` returns the arguments piece by piece.
+    `names`, and the beginning of its arguments have been pushed, or when it has ended without arguments.
+    Until then, the object may turn out to be no call (`NotACallError`). From then on, `take` returns the
+    arguments piece by piece, and invalid JSON ends the object.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -64,7 +65,7 @@ class CallObject:
         return taken
 
     def push_plain(self, text: str, start: int) -> int:
-        """Push the text from `start` on up to the next quote or backslash, if the parser is within a string.
+        """Push the text from `start` up to the next quote or backslash, if the parser is in a string value.
 
         Returns the index of the first character that was not pushed.
         """
@@ -171,7 +172,7 @@ class CallObject:
     def _fail(self) -> None:
         if not self.is_call:
             raise NotACallError
-        self._at = _At.END  # what has been given out cannot be taken back
+        self._at = _At.END  # events that were returned cannot be taken back
 
 
 def _decoded(text: str) -> str:

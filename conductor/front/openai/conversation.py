@@ -51,8 +51,7 @@ def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[
 
 
 def index_of_tool_use(messages: Sequence[Message]) -> int | None:
-    """Return the index of the first message that has or answers tool calls; None if there is no such
-    message."""
+    """Return the index of the first message that has tool calls or answers one; None if there is none."""
     return next(
         (i for i, message in enumerate(messages) if message.tool_calls or message.role == "tool"), None
     )

@@ -59,8 +59,8 @@ class Detokenizer(Protocol):
 class ServedModel:
     """The model as the front knows it: its tokenizer, and limits of token ids and lengths.
 
-    `context_len` and `block_size` are in tokens. `new_detokenizer` makes the detokenizer of a choice; the
-    argument says whether special tokens are hidden.
+    `context_len` and `block_size` are in tokens. `new_detokenizer` makes the detokenizer of a choice; its
+    argument says whether special tokens are left out of the text.
 
     The model has weights for token ids below `vocab_size`. Its tokenizer may have more or fewer ids.
     """

@@ -58,8 +58,8 @@ NO_PREFIX = ChatPrefix((), ())
 def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
     """Return the parent key of prompts' first blocks for this API key and salt, and whether there is a salt.
 
-    Requests with one API key share blocks only if they have the same `cache_salt`. No `cache_salt` leads to
-    the blocks of an API key with another salt.
+    Requests with one API key share blocks only if they have the same `cache_salt`. Requests of API keys with
+    different salts never share blocks, whatever their `cache_salt` is.
     """
     if key is None:
         salt = client_salt(cache_salt)
@@ -77,8 +77,7 @@ def chat_prompt(
 ) -> list[int]:
     """Return the prompt of a conversation that continues the prefix `before`.
 
-    Raises RequestError that names a place in `messages`. A prompt that leaves no room for an answer is an
-    error too.
+    Raises RequestError, also for a prompt that leaves no room for an answer.
     """
     prompt = chat_tokens(
         [*before.messages, *messages], tools, model, variables, num_before=len(before.messages)
@@ -141,13 +140,15 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
 
 
 def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None) -> bool:
-    """Return whether the prompt of a conversation with a short body is short, even if the chat template
-    repeats the variables with each message."""
+    """Return whether the variables of the chat template can add only little to a conversation's prompt.
+
+    The template may repeat the variables with each message.
+    """
     return not variables or num_messages * len(repr(variables)) <= _MAX_BRIEF_CHARS
 
 
 def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None:
-    """Check that the model has room for a body's messages. Raises RequestError."""
+    """Check that a body has no more messages than the model's context has tokens. Raises RequestError."""
     messages = fields.get("messages")
     if isinstance(messages, list):
         _check_num_messages(len(messages), model)
@@ -220,7 +221,7 @@ def text_tokens(text: str, model: ServedModel, path: str, add_special_tokens: bo
 def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) -> None:
     """Check that all ids are tokens of the model. Raises RequestError that names the field at `path`."""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
-    if not token_ids or (_are_numbers(token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size):
+    if not token_ids or (_are_ints(token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     for index, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
@@ -233,7 +234,7 @@ def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) 
             )
 
 
-def _are_numbers(values: Sequence[object]) -> TypeGuard[Sequence[int]]:
+def _are_ints(values: Sequence[object]) -> TypeGuard[Sequence[int]]:
     return set(map(type, values)) == {int}
 
 

@@ -271,5 +271,5 @@ def check_model(name: str | None, served_model_name: str) -> None:
 
 
 def shortened(text: str) -> str:
-    """Shorten `text` for an error message, which must not repeat megabytes."""
+    """Return the beginning of `text` for an error message, which must not repeat megabytes."""
     return text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "..."

@@ -24,8 +24,10 @@ class ToolFormat(StrEnum):
     HERMES = "hermes"
     """The format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     LLAMA3_JSON = "llama3_json"
-    """The format of Llama 3: the whole text is `{"name": ..., "parameters": {...}}`, or several such objects
-    divided by semicolons."""
+    """The format of Llama 3: the whole text is `{"name": ..., "parameters": {...}}`.
+
+    The text may also be several such objects, divided by semicolons.
+    """
     MISTRAL = "mistral"
     """The format of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
 
@@ -259,5 +261,5 @@ class ToolCallParser:
 
 
 def _num_common(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `mark`, and shorter."""
+    """Return the length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
     return next(num for num in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:num]))

@@ -151,7 +151,7 @@ def tool_use(
             code="unsupported_parameter",
         )
     must_call = named is not None or tool_choice == "required"
-    # A model that may only write calls or end repeats calls when it would rather write text.
+    # A model that may write nothing but calls repeats a call where it would rather write text.
     is_single = named is not None or parallel_tool_calls is False or (must_call and not parallel_tool_calls)
     return ToolUse(
         tool_format,
@@ -163,7 +163,7 @@ def tool_use(
 
 
 def _named_by(tool_choice: object) -> str | None:
-    """Return the name of the function that must be called; None if `tool_choice` names none."""
+    """Return the function that `tool_choice` names; None if it names none. Raises RequestError."""
     match tool_choice:
         case None | "none" | "auto" | "required":
             return None
@@ -186,10 +186,10 @@ def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
 def describe_tools(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the messages for a chat template without a place for tools: the tools are described in the
-    system message.
+    """Return the messages for a chat template that has no place for tools.
 
-    Tool calls and their answers become text in messages of the assistant and the user.
+    The system message describes the tools. Tool calls and their answers become text in messages of the
+    assistant and the user.
     """
     described = [_plain(message) for message in messages]
     if tools:
