@@ -1,9 +1,10 @@
 """The boundary of the application: ids of requests, the size of bodies, and responses to errors.
 
-`RequestIds` is around the whole application. `Boundary` is inside the middleware that adds headers to all
-responses (CORS).
+`RequestIds` is around each application. In the clients' application, `Boundary` is inside the CORS
+middleware, so that errors too have its headers.
 
-Owns: the id of every response, and OpenAI's error body for every exception. Does not know: routes.
+Owns: the id of every request that reaches an application, and OpenAI's error body for an exception before
+its response has started. Does not know: routes.
 """
 
 import asyncio
@@ -61,8 +62,9 @@ def _too_large(max_bytes: int) -> RequestError:
 class RequestIds:
     """ASGI middleware that gives each request an id, which is in a header of the response.
 
-    The id is the id that the client gave, else the client's trace id (W3C Trace Context), else random. A HEAD
-    request is passed on as a GET request; the server leaves the body out of its response.
+    The id is the client's `x-request-id`, else the client's trace id (W3C Trace Context), else random. The
+    application may replace it in `request.state.request_id`. A HEAD request is passed on as a GET request;
+    the server leaves the body out of its response.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -120,7 +122,7 @@ class Boundary:
         except asyncio.CancelledError:
             if started:
                 raise
-            # The server ends, and cancels what has not: a request that is still being sent.
+            # The server ends, and cancels requests that have not ended, such as one whose body still arrives.
             await error_response(UnavailableError("the server is shutting down"))(scope, receive, send)
         except Exception:
             log.exception("request %s met a bug", scope["state"]["request_id"])
@@ -169,7 +171,7 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
                 hint = f"; did you mean {near[0]}?"
             message = f"there is no {request.method} {path} here{hint} GET /openapi.json lists what there is"
         elif error.status_code == 405:
-            # Starlette names those of the first route that fits.
+            # Starlette names only the methods of the first route that fits.
             allowed = ", ".join(_methods_of(app, request.url.path))
             headers["Allow"] = allowed.replace("GET", "GET, HEAD")
             message = f"{path} does not take {request.method}; use {allowed}"

@@ -1,10 +1,11 @@
 """One HTTP/1.1 connection, to a client that may be slow, greedy or hostile.
 
-Requests are answered one after the other: while a request is being answered, bytes behind it wait unparsed.
+Requests are answered one after the other. While a complete request is being answered, bytes behind it wait
+unparsed, except the rest of a parsed piece (`request_parser`).
 
-Owns: the deadline for a request to arrive, and the 408 for a request that misses it; the 503 for a request
-that makes room for others; how long a client may read nothing of a response; how long a connection stays open
-without a request. Does not know: what the application answers, how many connections there may be (`sharing`).
+Owns: the deadlines for a request to arrive, for a client to read, and for an idle connection; the responses
+that no application makes (400, 408, 503). Does not know: what the application answers, how many connections
+there may be (`sharing`).
 """
 
 import asyncio
@@ -37,7 +38,7 @@ _MAX_BUFFERED_BYTES = 1 << 16
 _MAX_PIECES_AT_ONCE, _MAX_PARTS_AT_ONCE = 256, 512
 """The most pieces, and the most parts of bodies, that are parsed in one turn of a connection.
 
-If a body's chunks are large, these pieces have some 64 KiB.
+256 pieces of a chunked body have 64 KiB.
 """
 
 
@@ -101,7 +102,7 @@ class Connection(asyncio.Protocol):
         self._start_request_timer()
 
     def close_unless_made(self) -> None:
-        """Close the accepted socket if it has got no transport, and take the connection out of the table."""
+        """Close the accepted socket and forget the connection, unless the socket has got a transport."""
         if self._accepted is not None:
             self._accepted.close()
             self._serving.table.lost(self)
@@ -153,7 +154,7 @@ class Connection(asyncio.Protocol):
             except InvalidRequestError as error:
                 self._refuse("400 Bad Request", str(error), "invalid_http")
         if self._arriving is not None and self._answering is None:
-            self._serving.uploads.release(self)  # its response has ended: nothing of its body is kept
+            self._serving.uploads.release(self)  # the response has ended, so no more of the body is kept
         self.resume_reading()
 
     def _read_later(self) -> None:
@@ -236,17 +237,17 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, exchange: Exchange, scope: Scope) -> None:
         self._answering = exchange
-        if self._can_write.is_set():  # what is left of the response before tells nothing when more comes
+        if self._can_write.is_set():  # the next response hides how much of the last one is read
             self._send_timer.stop()
         task = self._serving.loop.create_task(exchange.run(self._serving.app, scope))
         self._serving.tasks.add(task)
         task.add_done_callback(self._serving.tasks.discard)
 
     def response_ended(self) -> None:
-        """Start the connection's next request, or close the connection."""
+        """Go on with the connection's next request after the end of a response, or close the connection."""
         assert self._answering is not None
         if self._answering is self._arriving:
-            self._serving.uploads.release(self)  # of its body, nothing is kept
+            self._serving.uploads.release(self)  # no more of the body is kept
             if num_bytes := self._parser.num_unread_bytes:
                 self._serving.uploads.add(self, num_bytes)
         keep_alive, self._answering = self._answering.keep_alive, None
@@ -267,7 +268,7 @@ class Connection(asyncio.Protocol):
             self.resume_reading()
 
     def _wait(self) -> None:
-        """Start to wait for the connection's next request."""
+        """Start to wait for the connection's next request; close the connection if none comes in time."""
         self._serving.table.waits(self)
         self._idle_timer.start(self._serving.loop, self._serving.timeouts.idle_s, self.close)
 
@@ -281,7 +282,7 @@ class Connection(asyncio.Protocol):
         await self._can_write.wait()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send `data` behind all earlier data; drop it if the client has disconnected."""
+        """Send `data` behind all earlier data; drop `data` if the connection is closing."""
         if not self._transport.is_closing():
             self._transport.write(data)
 
@@ -297,13 +298,13 @@ class Connection(asyncio.Protocol):
 
     def _start_send_timer(self) -> None:
         if self._scope["scheme"] == "https" and self._transport.is_closing():
-            return  # TLS has a deadline of its own for that
+            return  # the end of TLS has a deadline of its own
         if num_bytes := self._transport.get_write_buffer_size():
             delay_s = self._serving.timeouts.send_s
             self._send_timer.start(self._serving.loop, delay_s, self._abort_if_unsent, num_bytes)
 
     def _abort_if_unsent(self, num_bytes: int) -> None:
-        """Abort the connection if the client has read nothing of `num_bytes` pending bytes."""
+        """Abort the connection if the client has read nothing of the `num_bytes` pending bytes."""
         self._send_timer.stop()
         if self._transport.get_write_buffer_size() >= num_bytes:
             self.abort()
@@ -320,7 +321,7 @@ class Connection(asyncio.Protocol):
     def _miss_request_deadline(self) -> None:
         self._request_timer.stop()
         if self._has_whole_request():
-            # The client need not have waited for the response before, and we may not have read on.
+            # The arriving request is pipelined: this side may not read it until the response has ended.
             self._start_request_timer()
         elif self._parser.arrival is Arrival.NOTHING:
             self.close()
@@ -335,7 +336,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: str, message: str, code: str) -> None:
         """Close the connection, with an error for the request that is arriving.
 
-        If an earlier request is being answered, the connection closes behind its answer, without the error.
+        If an earlier request is being answered, the connection closes after that response, without the error.
         """
         if self._has_whole_request():
             self._end_behind_whole_requests()
@@ -363,7 +364,7 @@ class Connection(asyncio.Protocol):
     def make_room(self) -> None:
         """Close the connection to free its slot, with an error for the request that is arriving.
 
-        If an earlier request is being answered, the connection closes behind its answer, without the error.
+        If an earlier request is being answered, the connection closes after that response, without the error.
         """
         if self._accepted is not None:
             self.abort()
@@ -378,7 +379,7 @@ class Connection(asyncio.Protocol):
         if self._transport.get_write_buffer_size():
             self.close()
         else:
-            self.abort()  # an end of TLS is not waited for
+            self.abort()  # at once, without the end of TLS
         self._disconnect()
 
     def shutdown(self) -> None:
@@ -392,7 +393,7 @@ class Connection(asyncio.Protocol):
         elif self._accepted is None:
             self.close()
         elif self._scope["scheme"] == "https":
-            self.abort()  # else a request may have come with the connection
+            self.abort()  # plain HTTP goes on, as a request may have come with the connection
 
     def close(self) -> None:
         """Close the connection when the client has read all that was written."""

@@ -14,10 +14,10 @@ from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
 
 @contextmanager
 def while_connected(request: Request) -> Iterator[None]:
-    """Make a context for the work of a request: if the client disconnects, the work is cancelled, and the
-    context raises ClientDisconnect.
+    """Make a context for the work of a request, which is cancelled if the client disconnects.
 
-    If the work raises another error first, that error is raised. Without this context, a request would be
+    The context then raises ClientDisconnect. It raises it at once if the client had disconnected before. If
+    the work raises another error first, that error is raised. Without this context, a request would be
     submitted even if its client had disconnected while the body waited or was read.
     """
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]

@@ -14,13 +14,16 @@ from conductor.front.errors import UnavailableError
 class FrontDrain:
     """The drain of a front: whether it has begun, and how many requests are open.
 
-    A POST request is open from the time when the application gets it to the end of its response, which may
-    still be on its way to the client then. Other requests are for people and monitoring, and nothing waits
-    for them.
+    A POST request is open from the time when the application gets it to the time when the application has
+    sent the end of its response. Requests with other methods do not count, and the drain does not wait for
+    them.
     """
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """Prepare the drain. `on_end` is called when it has begun and no request is open."""
+        """Prepare the drain. `on_end` is called once the drain has begun and no request is open.
+
+        It is called again whenever a later request, which was refused, has ended.
+        """
         self._on_end = on_end
         self._has_begun = False
         self.on_begin: Callable[[], None] = lambda: None
@@ -29,7 +32,7 @@ class FrontDrain:
         """The number of open requests."""
 
     def begin(self) -> None:
-        """Begin to drain."""
+        """Begin to drain: from now on, `check` raises UnavailableError."""
         self._has_begun = True
         self.on_begin()
         self._end_if_empty()

@@ -6,7 +6,7 @@ so once a response has started the application may write parts of its body witho
 application.
 
 Owns: the part of the request's body that has arrived, the framing of the response, whether the connection
-stays open after it. Does not know: sockets, deadlines, how a request is parsed (`connection`).
+stays open afterwards. Does not know: sockets, deadlines, how a request is parsed (`connection`).
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
-    """The interface of a connection that an exchange needs."""
+    """The part of a connection's interface that an exchange needs."""
 
     @property
     def takes_more(self) -> bool:
@@ -54,16 +54,16 @@ class Channel(Protocol):
         """Resume reading the request's body."""
 
     def response_ended(self) -> None:
-        """Start the connection's next request, or close the connection."""
+        """Go on with the connection's next request after the end of a response, or close the connection."""
 
     def close(self) -> None:
         """Close the connection when the client has read all that was written."""
 
 
 class ResponseStream(Protocol):
-    """The body of a response, for parts that can be written without waiting.
+    """The means of an application to send parts of a response's body without waiting.
 
-    The last part goes through `send`.
+    The first message and the last part go through ASGI's `send`.
     """
 
     @property
@@ -71,12 +71,12 @@ class ResponseStream(Protocol):
         """Whether the response has started, and a part can be sent without waiting."""
 
     def write(self, part: bytes) -> None:
-        """Send a part of the body without waiting."""
+        """Send a part of the body without waiting. To be called only while `takes_more` is true."""
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
         """Register a callback, called once when the client disconnects before the end of the response.
 
-        The callback takes the place of an earlier one. If the client has disconnected, it is called at once.
+        A later callback replaces an earlier one. If the client has gone already, `callback` is called now.
         """
 
 
@@ -161,7 +161,7 @@ class Exchange:
         return len(self._body)
 
     def add_body(self, part: bytes) -> None:
-        """Add a part of the request's body."""
+        """Add a part of the request's body; drop it if the response has ended or the client has gone."""
         if self.state in (ResponseState.PENDING, ResponseState.STARTED):
             self._body += part
             self._expects_continue = False
@@ -201,8 +201,11 @@ class Exchange:
     # -- the response -----------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """Write a part of the response as fast as the client reads; drop it if the client has
-        disconnected."""
+        """Write a part of the response as fast as the client reads; drop the part if the client has gone.
+
+        Raises RuntimeError for a part that comes too early or too late, and for a body that has not the
+        length in its Content-Length. Raises ValueError for a header with a control character.
+        """
         if not await self._client_reads():
             return
         if message["type"] == "http.response.start":
@@ -229,7 +232,7 @@ class Exchange:
         self._channel.response_ended()
 
     async def _client_reads(self) -> bool:
-        """Wait until the client reads. Returns False if it has disconnected."""
+        """Wait until the client reads. Returns False if the client has disconnected."""
         if not self._channel.takes_more:
             await self._channel.wait_until_it_takes_more()
         return self.state is not ResponseState.DISCONNECTED
@@ -257,7 +260,7 @@ class Exchange:
     def on_disconnect(self, callback: Callable[[], object]) -> None:
         """Register a callback, called once when the client disconnects before the end of the response.
 
-        The callback takes the place of an earlier one. If the client has disconnected, it is called at once.
+        A later callback replaces an earlier one. If the client has gone already, `callback` is called now.
         """
         if self.state is ResponseState.DISCONNECTED:
             callback()
@@ -283,7 +286,7 @@ class Exchange:
                 lines.append(b"transfer-encoding: chunked\r\n")
             elif length is None:  # the end of the connection is the end of the body
                 self.keep_alive = False
-        if self._expects_continue:  # whether the client still sends the body, nobody knows
+        if self._expects_continue:  # the client may still send the body, or may not
             self.keep_alive = False
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")

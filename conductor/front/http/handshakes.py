@@ -1,4 +1,4 @@
-"""The order of TLS handshakes: a few begin in each turn of the event loop, those of the latest clients first.
+"""The order of TLS handshakes: a few begin in each turn of the event loop, the latest clients first.
 
 A handshake takes about a millisecond of the event loop, even if its client sends no second message. When
 hundreds of clients want a handshake at once, open connections go on between the turns, and a new client does

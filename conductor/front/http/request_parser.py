@@ -4,8 +4,8 @@ The parser, httptools, cannot be stopped within the bytes that it gets. So it ge
 beyond the current request. The only exception is a piece in which a chunked body ends: a few requests may
 follow the body in that piece.
 
-Owns: bytes that are not parsed yet, the progress of the latest request, the longest head. Does not know:
-responses, deadlines.
+Owns: bytes that are not parsed yet, the progress of the latest request, the limits of heads and chunks. Does
+not know: responses, deadlines.
 """
 
 import re
@@ -82,8 +82,8 @@ class RequestParser:
         self.arrival = Arrival.NOTHING
         self._unread, self._unread_from = b"", 0
         """Received bytes, and the position in them at which the parser goes on."""
-        self._num_unparsed_bytes = 0
-        """Bytes, kept by httptools, that were parsed since the last complete head, body part or request."""
+        self._num_held_bytes = 0
+        """Bytes that httptools has got since the last complete head, body part or request, and holds."""
         self._num_body_bytes_left = 0
         """Bytes of a body of known length that have not arrived."""
         self._num_excess_bytes = 0
@@ -135,18 +135,18 @@ class RequestParser:
         if end == len(self._unread):
             self.clear()
         read, self._end_of_read = self._end_of_read, b""
-        self._num_unparsed_bytes += len(piece)
+        self._num_held_bytes += len(piece)
         if self.arrival is Arrival.BODY and not self._num_body_bytes_left:
             self._num_excess_bytes += len(piece)
         try:
             self._feed(piece)
         except httptools.HttpParserError as error:
-            if isinstance(error.__context__, InvalidRequestError):  # of a callback
+            if isinstance(error.__context__, InvalidRequestError):  # a callback has raised it
                 raise error.__context__ from None
             raise InvalidRequestError("the request is not valid HTTP/1.1") from None
         if self._num_excess_bytes > MAX_HEAD_BYTES:
             raise InvalidRequestError("the chunks of the request's body are too small; send larger ones")
-        if self._num_unparsed_bytes > MAX_HEAD_BYTES:
+        if self._num_held_bytes > MAX_HEAD_BYTES:
             raise InvalidRequestError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
         if self.arrival is Arrival.HEAD:
             self._end_of_read = (read + bytes(piece[-2:]))[-2:]
@@ -201,7 +201,7 @@ class RequestParser:
             return
         method = self._parser.get_method()
         self._is_cut_off = self._parser.should_upgrade() and method != b"CONNECT"
-        self.arrival, self._num_unparsed_bytes = Arrival.BODY, 0
+        self.arrival, self._num_held_bytes = Arrival.BODY, 0
         url, version = httptools.parse_url(self._url), self._parser.get_http_version()
         self._listener.head_arrived(
             RequestHead(
@@ -216,7 +216,7 @@ class RequestParser:
         )
 
     def on_body(self, part: bytes) -> None:
-        self._num_unparsed_bytes = 0
+        self._num_held_bytes = 0
         self.num_parts += 1
         if self._num_body_bytes_left:
             self._num_body_bytes_left -= len(part)
@@ -227,7 +227,7 @@ class RequestParser:
     def on_message_complete(self) -> None:
         if self._is_cut_off:
             return
-        self.arrival, self._num_unparsed_bytes = Arrival.NOTHING, 0
+        self.arrival, self._num_held_bytes = Arrival.NOTHING, 0
         self._listener.request_arrived()
 
 

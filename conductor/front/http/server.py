@@ -91,13 +91,13 @@ class HttpServer:
         self._loop.add_reader(self._listener, self._accept)
 
     def keep_no_connections(self) -> None:
-        """Close each connection behind its next response, so that clients connect to another server."""
+        """Close each connection after the answer to its next request, so that clients connect elsewhere."""
         self._serving.keeps_connections = False
 
     def close(self) -> None:
         """Stop accepting connections.
 
-        Each open connection closes behind the response to the request that is being answered; a connection
+        Each open connection closes after the response to the request that is being answered; a connection
         without such a request closes at once.
         """
         if self._retry is not None:
@@ -114,7 +114,10 @@ class HttpServer:
         await asyncio.gather(*self._serving.tasks, *self._handshakes, return_exceptions=True)
 
     async def abort(self) -> None:
-        """Cancel all requests, answer those without a response with an error, and end all connections."""
+        """Cancel all requests, and end all connections.
+
+        Requests whose response has not started are answered with an error.
+        """
         tasks = [*self._serving.tasks, *self._handshakes]
         for task in tasks:
             task.cancel()

@@ -136,7 +136,7 @@ Sender = TypeVar("Sender", bound=Hashable)
 class UploadBudget(Generic[Sender]):
     """The memory budget of incomplete requests.
 
-    When it is exceeded, the sender whose bytes have been counted for the longest time is evicted.
+    When the budget is exceeded, the sender whose bytes have been counted for the longest time is evicted.
     """
 
     def __init__(self, max_bytes: int, evict: Callable[[Sender], None]) -> None:

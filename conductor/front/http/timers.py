@@ -33,9 +33,9 @@ class Timer:
     def start(
         self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[..., None], *args: Any
     ) -> None:
-        """Start the timer, unless it runs already: it calls `callback` after `delay_s` seconds.
+        """Start the timer, which calls `callback` with `args` after `delay_s` seconds.
 
-        The callback must stop the timer.
+        A timer that runs already is left as it is. The callback must stop the timer.
         """
         if self._handle is None:
             self._handle = loop.call_later(delay_s, callback, *args)

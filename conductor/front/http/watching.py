@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 class WatchedFiles:
-    """Files whose changes are noticed by size, inode and time."""
+    """Files whose changes are noticed by size, inode and modification time."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._versions = self._read()
 
     def have_changed(self) -> bool:
-        """Return whether a file has changed since the last call."""
+        """Return whether any of the files has changed since the last call, or since the construction."""
         before, self._versions = self._versions, self._read()
         return self._versions != before
 
