@@ -72,7 +72,7 @@ class AnswerFormat:
         }
         self._chunk_base = {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
         self._whole: dict[int, _WholeChoice] = {}
-        """Choices of an answer that is not streamed."""
+        """Choices of an answer that is not streamed, by index."""
         self._token_bytes = model.tokenizer.token_bytes
         self._is_text_alone = (
             not self._tool_answers
@@ -87,9 +87,10 @@ class AnswerFormat:
         """
 
     def seen(self, delta: Delta) -> Delta:
-        """Search new output for tool calls.
+        """Search new output for tool calls, and return the output.
 
-        Return the output, with a finish reason if the choice ends with its tool calls.
+        The returned output has a finish reason if the choice ends with its tool calls. The caller must pass
+        the output to `gather` or `chunks` next.
         """
         with_tools = self._tool_answers.get(delta.choice_index)
         if with_tools is None:
@@ -100,7 +101,7 @@ class AnswerFormat:
         return delta
 
     def gather(self, delta: Delta) -> None:
-        """Keep the new tokens of one choice for an answer that is not streamed."""
+        """Keep the new output of one choice for an answer that is not streamed."""
         choice = self._whole.get(delta.choice_index)
         if choice is None:
             tools = self._tool_answers.get(delta.choice_index)
@@ -110,7 +111,7 @@ class AnswerFormat:
     def whole(self, usage: Usage) -> Iterator[bytes]:
         """Yield the JSON of an answer that is not streamed, choice by choice.
 
-        All tokens must have been gathered.
+        To be called once, when all output has been gathered.
         """
         around = {**self._base, "object": self._object, "choices": [_PLACE], "usage": _usage(usage)}
         head, tail = _encode(around).split(_encode(_PLACE))
@@ -214,7 +215,7 @@ class AnswerFormat:
         return reason if with_tools is None else with_tools.finish_reason(reason)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """Return the logprobs; None if they were not asked for, or if the chunk has no tokens."""
+        """Return the logprobs of new output; None without tokens, or if the client wants none."""
         if not delta.logprobs:
             return None
         return (logprobs.of_chat if self._chat else logprobs.of_completion)(delta, self._token_bytes)
@@ -225,7 +226,7 @@ def _without_tokens(delta: Delta) -> Delta:
 
 
 class _WholeChoice:
-    """A choice of an answer that is not streamed. Its JSON is built while tokens arrive, not at the end."""
+    """A choice of an answer that is not streamed. Its logprobs are encoded while tokens arrive."""
 
     def __init__(self, tools: ToolAnswer | None, logprobs_of: _LogprobsOf) -> None:
         self._tools, self._logprobs_of = tools, logprobs_of
@@ -235,7 +236,7 @@ class _WholeChoice:
         self.finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
-        """Add new tokens to the choice's JSON."""
+        """Add new output of the choice."""
         self.finish_reason = delta.finish_reason
         self.token_ids += delta.token_ids
         if self._tools is not None:
@@ -265,7 +266,7 @@ class _WholeChoice:
 
 
 class _Columns:
-    """A JSON object whose lists grow. Each item is encoded as soon as it arrives."""
+    """A JSON object whose lists grow. Items are encoded when they are added; other values are replaced."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[bytes]] = {}

@@ -107,8 +107,8 @@ class Generation:
     async def begin(self, receive: Receive) -> None:
         """Submit the first choice. `receive` is called with the events of all choices. Raises RequestError.
 
-        The event `Accepted` asks for a call of `go_on`. If none will come, the further choices are submitted
-        at once.
+        `go_on` must be called at the event `Accepted`. If no `Accepted` is to come, the further choices are
+        submitted here.
 
         The generation must be closed (`aclosing`), even after an error, to cancel choices that still run.
         """
@@ -144,10 +144,10 @@ class Generation:
         return not self._running and not self._unsubmitted
 
     def gain(self, event: Received | Lost) -> Delta | None:
-        """Return the new output that `event`, the next event of a choice, brings. Raises RequestError.
+        """Return the new output in `event`, the next event of a choice. Raises the error of a `Lost`.
 
-        Returns None if the choice had ended already, at a stop string, while the event was in flight. If the
-        output has a finish reason, the choice has ended, and the caller must call `end`.
+        Returns None if the choice had ended already, as at a stop string, while the event was in flight. If
+        the output has a finish reason, the choice has ended, and the caller must call `end`.
         """
         choice = self._running.get(event.request_id)
         if choice is None:
@@ -175,7 +175,7 @@ class Generation:
         self._log(choice, reason.value)
 
     async def aclose(self) -> None:
-        """Cancel the choices that still run. Idempotent."""
+        """Cancel the choices that still run, and count the prompts in the metrics. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -23,8 +23,10 @@ _ENDS = frozenset({"stop", "length", "aborted"})
 
 
 class TracedRequests:
-    """ASGI middleware that gives each POST request for one of `paths` an `HttpSpan`, as
-    `scope["state"]["span"]`."""
+    """ASGI middleware that gives each POST request for one of `paths` an `HttpSpan`.
+
+    The span is in `scope["state"]["span"]`.
+    """
 
     def __init__(self, app: ASGIApp, tracer: "Tracer", paths: frozenset[str], model_name: str) -> None:
         self._app, self._tracer, self._paths, self._model_name = app, tracer, paths, model_name
@@ -59,7 +61,8 @@ def _span_of_client(headers: list[tuple[bytes, bytes]]) -> SpanContext | None:
 class HttpSpan:
     """The span of one HTTP request.
 
-    `status` is the HTTP status, once known; `error` says why the request failed.
+    `status` is the HTTP status; None until the response has started. `error` says why the request failed; it
+    is empty if the request did not fail.
     """
 
     def __init__(self, tracer: "Tracer", path: str, client: SpanContext | None, model_name: str) -> None:

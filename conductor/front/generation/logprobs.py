@@ -16,8 +16,10 @@ TokenBytes = Callable[[int], bytes]
 
 
 def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return a chat completion's logprobs: an entry for each token that `usage` counts, a stop token at the
-    end included."""
+    """Return a chat completion's logprobs, with an entry for each token that `usage` counts.
+
+    A stop token at the end has an entry, too.
+    """
     content = [
         {
             **_entry(token_id, of_token.logprob, token_bytes),

@@ -74,7 +74,7 @@ class Reception:
     num_sent: int | None = None
     """The number of all tokens of the output, once the Conductor has reported that all were sent."""
     num_silent_beats: int = 0
-    """Heartbeats without tokens since the Conductor has reported that no more are sent."""
+    """Heartbeats without tokens while the Conductor reports all tokens as sent, or the request as unknown."""
     is_unknown: bool = False
     """Whether the Conductor has reported since the latest heartbeat that the request is unknown."""
 
@@ -102,11 +102,13 @@ class Reception:
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
     def accept(self, output: TokenOutput) -> list[Received] | None:
-        """Return the new tokens that `output` completes; None if `output` is dropped.
+        """Return the new tokens that are in order after the arrival of `output`; None if it is dropped.
 
-        An output of a replaced attempt is dropped, unless early outputs wait: it may fill the gap before the
-        early outputs. Raises GenerationFailedError if the latest attempt draws other tokens than an earlier
-        attempt did, as tokens that the client has read cannot be taken back.
+        The list is empty if `output` has to wait for earlier tokens, or has nothing new. An output of a
+        replaced attempt is dropped, unless early outputs wait: it may fill the gap before them.
+
+        Raises GenerationFailedError if the latest attempt draws other tokens than an earlier attempt did, as
+        tokens that the client has read cannot be taken back.
         """
         attempt = _attempt(output)
         is_stale = attempt < self.attempt
@@ -120,7 +122,7 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Add the early outputs that need not wait any more to `received`, and return it.
+        """Return `received` with the early outputs that need not wait any more.
 
         `attempt` is the attempt of the output that has just arrived.
         """
@@ -136,8 +138,9 @@ class Reception:
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
         """Append an output that begins at the end of the tokens so far, or earlier.
 
-        Returns the new tokens and the finish reason; an empty list if the output has neither. A stale output
-        is dropped if it repeats earlier tokens with other values.
+        Returns the new tokens and the finish reason; an empty list if the output has neither. An output that
+        repeats earlier tokens with other values is dropped if it is stale; otherwise GenerationFailedError is
+        raised.
         """
         new = output.token_ids
         if output.position < len(self.token_ids):

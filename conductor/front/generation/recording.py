@@ -82,7 +82,10 @@ class Recorder:
         log.info("requests are recorded in %s", self.path)
 
     def began(self, request: Request) -> None:
-        """Record that a request was submitted. Returns at once."""
+        """Record that a request was submitted. Returns at once.
+
+        The request is left out if more than `MOST_QUEUED` entries wait for the thread.
+        """
         if self._is_over.is_set():
             return
         if self._queue.qsize() > MOST_QUEUED:
@@ -187,9 +190,9 @@ def hash_ids(token_ids: list[int], salt: bytes, root_key: bytes) -> list[int]:
 
 
 def _new_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Create the file, readable only by its owner.
+    """Create the file, readable only by its owner, and return its path.
 
-    If its name is taken, the next free number is added to it.
+    If the name is taken, the first free number is added to the name. Raises ConfigError.
     """
     numbered = (path.with_stem(f"{path.stem}.{number}") for number in itertools.count(1))
     for candidate in itertools.chain([path], numbered):

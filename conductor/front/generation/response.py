@@ -27,7 +27,7 @@ _MAX_EVENTS_AT_ONCE = 64
 _MAX_BYTES_AT_ONCE = 1 << 17
 """The bytes of a whole answer that are encoded before other tasks of the event loop run.
 
-The last part may exceed this number.
+The part that reaches this number is encoded as a whole.
 """
 
 _STREAM_HEADERS = [
@@ -158,12 +158,15 @@ class GenerationResponse(Response):
             await self._send_part(chunks)
 
     def _gain(self, event: Received | Lost) -> Delta | None:
-        """Return the new output of a choice, searched for tool calls. Raises RequestError."""
+        """Return the new output in `event`, after a search for tool calls, as `Generation.gain` does."""
         delta = self._generation.gain(event)
         return None if delta is None else self._answers.seen(delta)
 
     def _chunks(self, delta: Delta) -> bytes:
-        """Return the chunks of `delta` to send now; empty if the answer is not streamed."""
+        """Return the chunks of `delta` to send now.
+
+        If the answer is not streamed, `delta` is kept for its end, and the result is empty.
+        """
         if self._is_streamed:
             return self._answers.chunks(delta, self._generation.usage)
         self._answers.gather(delta)

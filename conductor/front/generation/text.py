@@ -46,7 +46,7 @@ class _StopStrings:
         self.held = [0]
         """The length in characters of each state."""
         self.fallback = [0]
-        """The states of the longest shorter suffixes that are prefixes of a stop string, by state."""
+        """The state of the next shorter suffix that is a prefix of a stop string, by state."""
         self.longest = [0]
         """The length of the longest stop string with which each state ends; 0 without one."""
         for stop in stops:

@@ -66,7 +66,7 @@ class ToolAnswer:
                     self._calls[-1][1].append(piece)
 
     def message(self) -> dict[str, Any]:
-        """Return the message of all gathered text. Its content is null if there are only calls."""
+        """Return the message of all gathered text and calls. Its content is null if there are only calls."""
         content = "".join(self._content)
         calls = []
         for call, pieces in self._calls:
