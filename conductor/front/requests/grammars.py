@@ -80,8 +80,10 @@ def _schema_of(wanted: ResponseFormat) -> dict[str, Any] | None:
 
 
 def _call_rules(tools: ToolUse, model: ServedModel) -> list[str]:
-    """Return the grammar rules of `calls`: from one call to as many as the request allows, in the model's
-    format."""
+    """Return the grammar rules of `calls`, in the model's format.
+
+    The rules allow one call, or any number from one on if the request does not limit the calls to one.
+    """
     shape = _SHAPES[tools.tool_format]
     one = f"{_terms(shape.before, model)} call {_terms(shape.after, model)}"
     more = "" if tools.max_calls == 1 else f"({_terms(shape.between, model)} {one})*"

@@ -41,7 +41,7 @@ _MAX_S = 120.0
 Such a task must hang: even on a busy machine, a task that computes uses up its processor time far sooner.
 """
 _FORK_S = 30.0
-"""Seconds that the first process may take to fork another one. If it takes longer, it hangs or is stopped."""
+"""Seconds that the first process may take to fork another one. After this time it hangs, or is stopped."""
 
 
 class Queue(Enum):
@@ -72,7 +72,7 @@ class Offload:
     async def run(self) -> None:
         """Run tasks until cancelled, then end the processes.
 
-        Raises RuntimeError if the first process does not fork another one in time.
+        Raises RuntimeError, in an ExceptionGroup, if the first process does not fork another one in time.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -82,10 +82,10 @@ class Offload:
             self.close()
 
     def close(self) -> None:
-        """End the first process. The kernel then ends the others, which it has forked. Idempotent."""
+        """End the first process. The kernel then ends the processes that it has forked. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.close()
-            os.kill(self._pid, signal.SIGKILL)  # it may be stopped, and has nothing to finish
+            os.kill(self._pid, signal.SIGKILL)  # the process may be stopped, and has nothing to finish
             os.waitpid(self._pid, 0)
 
     async def do(self, queue: Queue, task: Any, tenant: str = "", body: Pieces = ()) -> TaskResult:
@@ -140,7 +140,7 @@ class _WorkQueue:
         self._has_come.set()
         try:
             return await task.answered
-        except asyncio.CancelledError:  # the client has gone: the body of a task that waits counts no more
+        except asyncio.CancelledError:  # the client has gone: a waiting task no longer counts
             if task in queue:
                 queue.remove(task)
                 self._num_bytes -= num_bytes
@@ -164,7 +164,7 @@ class _WorkQueue:
             process = await _Process.connect(self._new_process(self._number))
             with contextlib.closing(process):
                 while await process.do(task):
-                    del task  # its body may be large, and the next task may be long in coming
+                    del task  # frees the body, which may be large, before the wait for the next task
                     task = await self._next()
             del task
 

@@ -1,5 +1,6 @@
-"""Bodies of requests, read without delaying other requests: short bodies in the event loop, long bodies in
-other processes.
+"""The reading of requests' bodies, without a delay of other requests.
+
+Short bodies are read in the event loop, long bodies in other processes.
 
 Owns: which bodies are short, the messages to and from the processes of `offload`. Does not know: HTTP, how
 bodies are read (`validation`, `tokenization`, `context_beginnings`), who owns a context cache.
@@ -67,7 +68,10 @@ class _TokensTask(NamedTuple):
 
 
 class Reading:
-    """The reader of one front's bodies. Needs a running event loop; bodies are read only while `run` runs."""
+    """The reader of one front's bodies. Needs a running event loop.
+
+    Long bodies are read, and grammars compiled, only while `run` runs.
+    """
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Reading:
         self._good_grammars = OrderedDict[str, None]()
 
     async def run(self) -> None:
-        """Read bodies until cancelled."""
+        """Run the processes until cancelled. Raises as `Offload.run` does."""
         await self._offload.run()
 
     def close(self) -> None:

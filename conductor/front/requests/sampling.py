@@ -25,7 +25,7 @@ _SEED_BITS = 63
 
 
 class Sampling:
-    """The checked sampling fields of one HTTP request. Construction raises RequestError."""
+    """The checked sampling fields of one HTTP request. The constructor raises RequestError."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """Return the sampling parameters of choice number `choice`, from 0, of a prompt.
+        """Return the sampling parameters of a prompt's choice number `choice`, counted from 0.
 
-        Raises RequestError.
+        Raises RequestError if `min_tokens` is more than `max_tokens`.
         """
         if self._min_tokens > max_tokens:
             raise RequestError(
@@ -97,7 +97,7 @@ def _stop_token_ids(
 
 
 def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]:
-    """Return biases by token id. In `given` the ids are strings, as all keys are in JSON."""
+    """Return biases by token id. In `given` the ids are strings, as keys in JSON are. Raises RequestError."""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
     for key in given:
         # A number that is too long for a token id may be too long to be read as a number.
@@ -158,7 +158,10 @@ def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | N
 
 
 def _choice_seed(seed: int | None, index: int) -> int:
-    """Return the seed of a prompt's choice. The first choice (index 0) has the client's seed, for any n."""
+    """Return the seed of a prompt's choice: a random one if the client gave no seed.
+
+    The first choice (index 0) has the client's seed, for any `n`.
+    """
     if seed is None:
         return secrets.randbits(_SEED_BITS)
     if index == 0:

@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 from mooncake.errors import MooncakeError, RequestError
 
 _MAX_CPU_S = 10
+"""The processor seconds that one task may take."""
 _MAX_NEW_BYTES = 1 << 30
-"""The most bytes of new memory that one task may take, in at most `_MAX_CPU_S` processor seconds."""
+"""The bytes of memory that a process may take beyond those with which it began."""
 _NICE = 10
 """The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 SIZE = struct.Struct("<Q")
-"""The length of a part that is sent over a connection."""
+"""The format of the length that is sent before each part, in bytes."""
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
@@ -63,7 +64,7 @@ def fork_first(control: socket.socket, work: Sequence[Work]) -> int:
 def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
     """Run `work` in a forked child that has no descriptors but `keep` and stderr. Returns the child's id.
 
-    The kernel kills the child when the thread that calls this ends.
+    The kernel kills the child when the thread that has called this function ends.
     """
     parent = os.getpid()
     if pid := os.fork():
@@ -73,12 +74,12 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(status)
-        gc.freeze()  # what is garbage is not to close descriptors that are others now
+        gc.freeze()  # garbage must not close reused descriptors
         for number in range(1, signal.NSIG):
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: the front ends this
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which ends this
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         _close_others({2, *(one.fileno() for one in keep)})
         work()
@@ -88,8 +89,10 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
 
 
 def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
-    """Fork a process for each message, which has a queue's number and a connection, until the front is
-    gone."""
+    """Fork a process for each message at `control`, until the front is gone.
+
+    A message has a queue's number and the connection of the new process.
+    """
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -162,7 +165,7 @@ def _close_others(kept: set[int]) -> None:
         os.dup2(nothing, number)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept | {0, 1}:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
 
 

@@ -154,7 +154,7 @@ def read_job(
     key: ApiKey | None = None,
     cache: Beginning | None = None,
 ) -> Job:
-    """Return the job in a body, by `read_request` and then `job_of`. Raises RequestError."""
+    """Return the job in a body, by `read_request` and then `job_of`. Raises as these functions do."""
     return job_of(read_request(endpoint, body, model, served_model_name), model, max_choices, key, cache)
 
 
@@ -181,8 +181,10 @@ def read_request(
 
 
 def is_brief(request: GenerationRequest) -> bool:
-    """Return whether the prompts of a request with a short body are short: neither a context cache nor the
-    chat template adds much to them."""
+    """Return whether a request with a short body has short prompts.
+
+    A context cache may add much to a prompt, and so may variables of the chat template.
+    """
     if request.context_cache is not None:
         return False
     return not isinstance(request, ChatCompletionRequest) or is_brief_conversation(
@@ -282,10 +284,11 @@ def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: i
 
 
 def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
-    """Return the job as the instances can hold it: cut its output length, if the client has not chosen it.
+    """Return the job with an output length that the instances can hold.
 
-    Raises RequestError if no pair of instances could ever hold the longest prompt, with the output that the
-    client wants. Until there has been a pair, sizes are unknown, and the job is not changed.
+    The output length is cut, unless the client has chosen it. Raises RequestError if no pair of instances
+    could ever hold the longest prompt with the output that the client has chosen. Until there has been a
+    pair, sizes are unknown, and the job is not changed.
     """
     if cluster.max_sequence_blocks == 0:
         return job
@@ -366,7 +369,10 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 
 def _given_max_tokens(request: GenerationRequest) -> tuple[str | None, int]:
-    """Return the field that limits the output, and its value; without such a field, None and the default."""
+    """Return the field that limits the output, and its value; without such a field, None and the default.
+
+    Raises RequestError if two fields disagree.
+    """
     if isinstance(request, ChatCompletionRequest) and (newer := request.max_completion_tokens) is not None:
         if request.max_tokens not in (None, newer):
             raise RequestError(
