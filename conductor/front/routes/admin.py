@@ -153,7 +153,7 @@ def _json(content: object) -> Response:
 
 
 def create_admin_app(front: FrontState, access: AdminAccess) -> FastAPI:
-    """Return the application of `http.admin_listen`. `access` is the check of each client of its routes."""
+    """Return the application of the listener `http.admin_listen`. `access` checks its clients."""
     app = FastAPI(title="mooncake-serve, admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Boundary)
 

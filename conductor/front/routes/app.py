@@ -49,7 +49,8 @@ UNSERVED_ENDPOINTS = tuple(
 )
 """Endpoints of OpenAI and vLLM that are not served. The answer is 404, as clients would retry after a 501."""
 
-# The metrics are our own; to ask for each request whether anybody wants FastAPI's costs more than they do.
+# The front has its own metrics. FastAPI's would cost more than these, even to find at each request that they
+# are not wanted.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ class _DirectRoutes:
 def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
     """Make the HTTP API of `front`, whose link the caller runs. Raises ConfigError for unusable API keys.
 
-    `access` is the check of each client of the admin routes. These routes are served here unless they have a
-    listener of their own.
+    `access` checks the clients of the admin routes. These routes are served here unless they have a listener
+    of their own.
     """
     app = FastAPI(
         title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY

@@ -53,11 +53,11 @@ def context_caches(front: FrontState) -> APIRouter:
         try:
             with while_connected(request):
                 await _compute(front, job)
-            caches.find(key, cache.id, _now())  # or it has been deleted
+            caches.find(key, cache.id, _now())  # raises if the cache was deleted meanwhile
             await _keep(front, cache, new.ttl_s)
         except BaseException as error:
             if cache.expires_s is not None or isinstance(error, asyncio.CancelledError):
-                await caches.delete(cache)  # it is stored, or may be
+                await caches.delete(cache)  # the cache is stored, or may be
             else:
                 caches.remove(cache)
             raise
@@ -98,7 +98,7 @@ def context_caches(front: FrontState) -> APIRouter:
 
 
 async def _compute(front: FrontState, job: Job) -> None:
-    """Run a job to have its blocks in a pool; its answer is dropped. Raises RequestError."""
+    """Run a job so that a pool gets the prompt's blocks; drop the answer. Raises RequestError."""
     generation = front.generation(job, _now())
     inbox = Inbox[Event]()
     async with aclosing(generation):

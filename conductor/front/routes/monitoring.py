@@ -77,7 +77,7 @@ class _Kept:
 
 
 class _DashboardState:
-    """The state that the dashboard shows, as JSON."""
+    """The state that the dashboard shows, as JSON: of the cluster, and of single requests."""
 
     def __init__(self, display: Display, link: Link) -> None:
         self._display, self._link = display, link

@@ -57,8 +57,9 @@ class FrontState:
     ) -> None:
         """Open the link, and fork the first process of `reading`.
 
-        `caches` is None for a front that makes no context caches, `drain` for a front that is never
-        drained. Raises ConfigError for an endpoint or a trace file that cannot be used.
+        `caches` is None for a front that makes no context caches, `display` if the Conductor is in another
+        process, `drain` for a front that is never drained. Raises ConfigError for an endpoint or a trace file
+        that cannot be used.
         """
         self.config, self.model = config, model
         self.registry, self.display, self.tracer = registry, display, tracer
@@ -86,7 +87,7 @@ class FrontState:
         self.recorder = None if config.record is None else Recorder(config.record, config.record_bytes)
 
     def close(self) -> None:
-        """Stop the processes and threads of the front."""
+        """Stop the processes and the thread of the front, and finish the trace file."""
         self.reading.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -138,7 +139,7 @@ class FrontState:
         return await read_body(request, self.config.max_request_bytes)
 
     async def read_job(self, endpoint: ApiEndpoint, body: ReceivedBody, key: ApiKey | None) -> Job:
-        """Return the valid job in `body`, which the instances of the cluster could hold. Raises RequestError.
+        """Return the job in `body`, checked to fit the cluster's instances. Raises RequestError.
 
         Whether there are instances for the job now is decided by the Conductor later, as a lost instance may
         come back.
