@@ -13,7 +13,8 @@ from mooncake.security.keys import ClusterKey
 class FrontConfig(BaseModel):
     """The settings of a front.
 
-    The front listens for workers at `reply_listen_endpoint`; workers connect to `reply_endpoint` to reach it.
+    Workers connect to `reply_endpoint`. The front listens for them at `reply_listen_endpoint`, or at
+    `reply_endpoint` if that is None.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)

@@ -1,9 +1,10 @@
 """Errors as clients see them: OpenAI's body, a status, and when to retry.
 
-Code that catches an error to answer it drops the error's traceback. If a frame of the traceback refers to the
-error, the two form a cycle, which would keep the request in memory until the garbage collector runs.
+Code that catches an error in order to send it to the client drops the error's traceback. If a frame of the
+traceback refers to the error, the two form a cycle, which would keep the request in memory until the garbage
+collector runs.
 
-Owns: the error body and its types. Does not know: causes of errors.
+Owns: the error body and its types, and the front's own errors. Does not know: causes of errors.
 """
 
 import math
@@ -48,7 +49,7 @@ class UnauthorizedError(RequestError):
 
 
 class GenerationFailedError(RequestError):
-    """The error of an accepted request that could not be finished, through no fault of its client."""
+    """The error (status 500) of an accepted request that the cluster could not finish."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=500, code="generation_failed")
@@ -74,7 +75,7 @@ def error_response(error: RequestError, headers: dict[str, str] | None = None) -
     """Return the HTTP response for the error, with `headers` added."""
     headers = dict(headers or {})
     if isinstance(error, OverloadedError | UnavailableError):
-        # Whole seconds, rounded up: the header knows no fractions, and early clients are refused again.
+        # Whole seconds, rounded up: the header has no fractions, and too early a retry is refused again.
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = error.challenge

@@ -47,7 +47,7 @@ class RequestOutcome(StrEnum):
 
     FINISHED = "finished"
     ABORTED = "aborted"  # the client hung up
-    REJECTED = "rejected"  # no capacity, or no cluster, before the first token
+    REJECTED = "rejected"  # status 429 or 503: no capacity, or no cluster
     INVALID = "invalid"
     FAILED = "failed"
 
@@ -60,7 +60,7 @@ class Denial(StrEnum):
 
 
 class Distribution:
-    """A histogram: observations counted in buckets, each for values up to its bound."""
+    """A histogram, which counts observations in buckets. A bucket has the values up to its upper bound."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -85,7 +85,10 @@ class Distribution:
 
 
 class Metrics(Collector):
-    """All metrics of one front, registered on creation. SLOs are in seconds; None is no limit."""
+    """The metrics of one front's requests, registered on creation.
+
+    An SLO is in seconds, and None is no limit.
+    """
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class Metrics(Collector):
     # -- what happens -----------------------------------------------------------------------------
 
     def request_ended(self, outcome: RequestOutcome) -> None:
-        """Count an HTTP request that has got its answer, or needs none any more."""
+        """Count an HTTP request for generation that has ended."""
         self._outcomes[outcome] += 1
 
     def request_denied(self, reason: Denial) -> None:
@@ -125,26 +128,30 @@ class Metrics(Collector):
         self._num_waiting += 1
 
     def choice_started(self, ttft_s: float) -> None:
-        """Count a choice that has its first token."""
+        """Count a choice that has got its first token, `ttft_s` seconds after its HTTP request arrived."""
         self._num_waiting -= 1
         self._num_receiving += 1
         self._ttft.observe(ttft_s)
 
     def choice_ended(self, started: bool) -> None:
-        """Count a choice that has ended, for whatever reason."""
+        """Count a choice that has ended, for whatever reason. `started` is whether it has got a token."""
         if started:
             self._num_receiving -= 1
         else:
             self._num_waiting -= 1
 
     def choice_rejected(self, seconds: float) -> None:
-        """Count a choice that was refused for lack of capacity, `seconds` after its HTTP request arrived."""
+        """Count a choice that was rejected with 429, `seconds` after its HTTP request arrived."""
         self._rejected_after.observe(seconds)
 
     def choice_finished(
         self, reason: FinishReason, latency_s: float, ttft_s: float, gaps_s: Sequence[float]
     ) -> None:
-        """Count a choice that has all of its tokens. `gaps_s` are the seconds between its iterations."""
+        """Count a choice that has all of its tokens, and compare its times with the SLOs.
+
+        `latency_s` and `ttft_s` are the seconds from the HTTP request's arrival to the choice's end and to
+        its first token. `gaps_s` are the seconds between the choice's iterations.
+        """
         self._finished[reason] += 1
         self._e2e.observe(latency_s)
         of_choice_s = tbt_s(gaps_s)
@@ -157,9 +164,9 @@ class Metrics(Collector):
         self._within_slo["both"] += has_ttft and has_tbt
 
     def tokens_received(self, num_tokens: int, gap_s: float | None) -> None:
-        """Count the tokens of one iteration.
+        """Count the tokens that one iteration has given to a choice.
 
-        `gap_s` are the seconds since the iteration before; None for the first.
+        `gap_s` are the seconds since the choice's previous iteration; None for its first iteration.
         """
         self._num_generated_tokens += num_tokens
         if gap_s is not None:
@@ -171,7 +178,7 @@ class Metrics(Collector):
         self._num_cached_tokens += num_cached_tokens
 
     def output_dropped(self) -> None:
-        """Count a token message that belongs to no request in flight."""
+        """Count an output that was dropped: its request is not in flight, or its attempt was replaced."""
         self._num_stale += 1
 
     # -- what is scraped --------------------------------------------------------------------------
