@@ -4,12 +4,12 @@
 
 const PERIOD_MS = 1000;
 const RATE_WINDOW_MS = 5000;
-const MOST_DRAWN = 8; // instances of a role in the picture
+const MOST_DRAWN = 8; // if a role has more instances, there is no picture
 
 const byId = (id) => document.getElementById(id);
-const past = []; // {at, state}: what rates are differences of
+const past = []; // the states of the last seconds, {at, state}, from which rates are computed
 let shownRequest = null;
-let shownIsOver = false; // nothing of it changes any more, and the server forgets it in time
+let shownIsOver = false; // the request has ended: its timeline does not change any more, and is not asked for again
 const etags = {};
 
 function element(name, attributes = {}, ...children) {
@@ -43,7 +43,7 @@ function share(used, all) {
   return cell(element("span", {}, meter, ` ${Math.round((100 * used) / all)}%`), "number");
 }
 
-// What a counter has gained a second since the window began; 0 when it began anew.
+// Return the mean increase of a counter a second, over the window; 0 if the counter has begun anew.
 function rate(read) {
   const first = past[0], last = past[past.length - 1];
   const elapsedS = (last.at - first.at) / 1000;
@@ -58,14 +58,14 @@ function fill(table, rows, whatIfNone) {
   byId(table).tBodies[0].replaceChildren(...(rows.length ? rows : [none]));
 }
 
-// What an instance that drains or switches its role still has to do.
+// Return in words what an instance that drains or switches its role still has to do.
 function progress(instance) {
   const left = [`${instance.num_requests} requests left`, `${instance.num_moved} moved`];
   if (instance.num_blocks_left) left.push(`${instance.num_blocks_left} blocks to copy`);
   return `${instance.state}: ${left.join(", ")}`;
 }
 
-// What of an instance is at its helper, or about to be there; empty if it has all of its modules.
+// Return in words which modules of an instance are at its helper, or move there; empty without a helper.
 function elsewhere(instance) {
   if (!instance.helper) return "";
   return instance.moved ? `${instance.moved} at ${instance.helper}` : `modules move to ${instance.helper}`;
@@ -94,10 +94,11 @@ function drawInstances(state) {
   }), "no instance has registered");
 }
 
-const STRIP_S = 900, STRIP_LEAST_S = 60; // what they show at most, and at least
+const STRIP_S = 900, STRIP_LEAST_S = 60; // seconds that the strips show at most, and at least
 const STRIP_HEIGHT = 16, STRIP_LEFT = 120, STRIP_WIDTH = 640;
 
-// One row an instance: a bar in the colour of its role, pale while it drains or switches, none while it is not there.
+// Draw a row for each instance. A bar has the colour of the role; it is pale while the instance drains or switches.
+// There is no bar for the time in which the instance was not registered.
 function drawStrips(state) {
   const svg = byId("strips"), until = Date.now() / 1000;
   const began = Math.min(until - STRIP_LEAST_S, ...state.changes.map((change) => change.at_s));
@@ -111,7 +112,7 @@ function drawStrips(state) {
     const y = row * STRIP_HEIGHT;
     svg.append(element("svg:text", { x: 0, y: y + 12 }, name));
     let changes = state.changes.filter((change) => change.instance === name);
-    if (!changes.length) changes = [{ at_s: from, ...named(state, name) }]; // they are too long ago to be known
+    if (!changes.length) changes = [{ at_s: from, ...named(state, name) }]; // its changes are too old to be known
     changes.forEach((change, index) => {
       const end = index + 1 < changes.length ? changes[index + 1].at_s : until;
       if (!change.role || end <= from) return;
@@ -187,7 +188,7 @@ function drawPicture(state) {
     const width = now ? Math.min(9, 1.5 + Math.log10(1 + now / 1e5) * 2) : 0.7;
     svg.append(element("svg:line", { x1: from.x, y1: from.y, x2: to.x, y2: to.y, "stroke-width": width }));
     if (now) {
-      // Nearer to where it comes from: lines cross in the middle.
+      // The text is nearer to the source, as lines cross in the middle.
       const near = { x: from.x + 0.32 * (to.x - from.x), y: from.y + 0.32 * (to.y - from.y) - 6 };
       svg.append(element("svg:text", { ...near, "text-anchor": "middle" }, `${bytes(now)}/s ${path.transport}`));
     }
@@ -263,7 +264,7 @@ function draw(state) {
   drawRejections(state);
 }
 
-// The parsed answer; null if it is as it was; throws what went wrong.
+// Return the parsed answer; null if it has not changed since the last call. Throws an Error.
 async function ask(path) {
   const answer = await fetch(path, { headers: etags[path] ? { "if-none-match": etags[path] } : {} });
   if (answer.status === 304) return null;
@@ -281,9 +282,9 @@ async function showTimeline() {
     request = await ask(path);
   } catch (error) {
     problem = error.message;
-    delete etags[path]; // what it hides is drawn again, though it may be as it was
+    delete etags[path]; // the message hides the timeline, so it must be drawn again even if it has not changed
   }
-  if (id !== shownRequest) return; // another one was chosen meanwhile
+  if (id !== shownRequest) return; // another request was picked meanwhile
   if (problem !== null) {
     byId("timeline").textContent = problem;
     byId("timeline").hidden = false;
