@@ -29,7 +29,7 @@ _CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
 Contents are few because each may have 1.5 MiB.
 """
 _NEVER = 0.0
-"""The end that marks a cache for removal from etcd: it is deleted, or its client was never told of it."""
+"""The end of a cache that is to be removed: it was deleted, or its client was never told of it."""
 _FASTEST = 1
 TIDY_S = 1.0
 """Seconds between two searches for caches that have ended, or whose end in etcd is in doubt."""

@@ -67,9 +67,9 @@ class ContextCache:
     root_key: BlockKey
     keys: list[BlockKey]
     created_at: float
-    """Seconds since 1970."""
+    """The time at which the cache was added, in seconds since 1970."""
     expires_s: float | None = None
-    """The time at which the cache ends, as in `ContextCaches`; None while the cache is being made."""
+    """The time of the caller's clock at which the cache ends; None while the cache is being made."""
     num_extending: int = 0
     """The number of times to live that are being stored. While there are any, the cache does not end."""
     is_being_deleted: bool = False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 _OPERATIONS = {ApiEndpoint.CHAT: "chat", ApiEndpoint.COMPLETION: "text_completion"}
-"""The names of the operations in OpenTelemetry's conventions."""
+"""The name of each endpoint's operation in OpenTelemetry's conventions."""
 _HEADERS = _PARENT, _STATE = b"traceparent", b"tracestate"
 _ENDS = frozenset({"stop", "length", "aborted"})
 

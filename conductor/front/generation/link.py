@@ -54,8 +54,8 @@ CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
 """The number of unanswered heartbeats beyond which the Conductor counts as gone.
 
-Heartbeats are counted, not seconds: when a front goes on after a stop, many seconds have passed, but answers
-may have arrived that it has not read.
+Heartbeats are counted, not seconds: when a front goes on after a stop, many seconds have passed, but there
+may be answers that the front has not read yet.
 """
 _MAX_UNREAD = 64
 """The most messages unread by the Conductor before new requests wait. Reading them takes some 10 ms."""

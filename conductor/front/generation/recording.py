@@ -1,7 +1,7 @@
 """The recording of a front's requests: a trace in Mooncake's format, without any text of prompts or answers.
 
-A line has the arrival time of a request, the lengths of its prompt and output, and, for each block of 512
-prompt tokens, a hash of the prompt up to the block's end:
+A line has the arrival time of a request and the lengths of its prompt and output. For each block of 512
+prompt tokens, it also has a hash of the prompt up to the block's end:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
@@ -65,7 +65,7 @@ class Recorder:
     """The trace of one front. `began` and `ended` return at once. `close` waits until all lines are written.
 
     Args:
-        path: The file. A number is added to the name of an existing file.
+        path: The file to create. If the name is taken, a number is added to the new file's name.
         max_bytes: The size at which recording ends.
 
     Raises ConfigError if the file cannot be written.

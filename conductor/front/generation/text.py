@@ -44,7 +44,7 @@ class _StopStrings:
         self.following: list[dict[str, int]] = [{}]
         """The next state, by state and next character."""
         self.held = [0]
-        """The length in characters of each state."""
+        """The number of characters of the suffix for which each state stands."""
         self.fallback = [0]
         """The state of the next shorter suffix that is a prefix of a stop string, by state."""
         self.longest = [0]

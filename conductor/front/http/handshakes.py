@@ -11,7 +11,7 @@ import asyncio
 import socket
 
 _MAX_AT_ONCE = 8
-"""Handshakes that begin in one turn of the event loop."""
+"""The most handshakes that begin in one turn of the event loop."""
 MAX_WAITING = 256
 """The most clients that may wait for their turn after their first bytes have come."""
 

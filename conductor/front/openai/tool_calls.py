@@ -94,7 +94,7 @@ _SEPARATORS = "[],;"
 
 
 class _In(Enum):
-    """The part of the text in which the parser is: its state."""
+    """The part of the text that the parser has reached: the parser's state."""
 
     TEXT = auto()
     BETWEEN = auto()  # behind the mark of calls, no call has begun

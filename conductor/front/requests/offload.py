@@ -41,7 +41,7 @@ _MAX_S = 120.0
 Such a task must hang: even on a busy machine, a task that computes uses up its processor time far sooner.
 """
 _FORK_S = 30.0
-"""Seconds that the first process may take to fork another one. After this time it hangs, or is stopped."""
+"""Seconds that the first process may take to fork another one, unless it hangs or is stopped."""
 
 
 class Queue(Enum):

@@ -1,4 +1,4 @@
-"""The reading of requests' bodies, without a delay of other requests.
+"""The reading of requests' bodies, which must not delay other requests.
 
 Short bodies are read in the event loop, long bodies in other processes.
 

@@ -30,7 +30,7 @@ _MAX_NEW_BYTES = 1 << 30
 _NICE = 10
 """The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 SIZE = struct.Struct("<Q")
-"""The format of the length that is sent before each part, in bytes."""
+"""The format of the number of bytes that is sent before each part."""
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MAX_BYTES_AT_ONCE = 8192
-"""Bytes of bodies that are read in one turn of the event loop."""
+"""The most bytes of bodies that are read in one turn of the event loop."""
 MAX_BODIES_AT_ONCE = 8
-"""Bodies that are read in one turn of the event loop. Each of them can submit a hundred choices."""
+"""The most bodies that are read in one turn of the event loop. Each can submit a hundred choices."""
 
 
 class _Waiting(NamedTuple):

@@ -178,9 +178,9 @@ def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
 def _add_middleware(app: FastAPI, front: FrontState, answers: Mapping[str, Handler]) -> None:
     """Add the middleware. The middleware added last sees a request first.
 
-    A request passes, in this order: CORS, which comes first because browsers ask for permission without a key
-    and should be able to read errors; the span (`TracedRequests`); the answers to errors (`Boundary`); the
-    check of the API key (`AccessControl`); the paths that need no router (`_DirectRoutes`).
+    The order for a request is: CORS, the span (`TracedRequests`), the answers to errors (`Boundary`), the
+    check of the API key (`AccessControl`), the paths that need no router (`_DirectRoutes`). CORS comes first
+    because browsers ask for permission without a key, and should be able to read errors.
     """
     app.add_middleware(_DirectRoutes, answers=answers)
     if (keys_file := front.config.api_keys_file) is not None:
