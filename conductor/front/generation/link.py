@@ -1,7 +1,7 @@
 """The front's two links: the connection to the Conductor, and the socket to which workers send tokens.
 
-Owns: the heartbeat with the Conductor, what each side says. Does not know: HTTP, text, what becomes of
-requests whose tokens are missing (`receptions`).
+Owns: the heartbeat with the Conductor, sending and receiving messages. Does not know: HTTP, text, what
+happens to requests whose tokens are missing (`receptions`).
 
 The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in the answer means another Conductor,
 which knows nothing of requests in flight and of context caches: the front reports them (`Resume`,
@@ -50,7 +50,7 @@ from mooncake.messages.workers import PROTOCOL_VERSION, SPOKEN, RegisterRefused
 from mooncake.security.keys import ClusterKey
 
 HEARTBEAT_S = 1.0
-CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
+CONDUCTOR_TIMEOUT_S = 5.0  # for its answer to an operator's order
 MAX_UNANSWERED = 5
 """The number of unanswered heartbeats beyond which the Conductor counts as gone.
 
@@ -60,7 +60,7 @@ may be answers that the front has not read yet.
 _MAX_UNREAD = 64
 """The most messages unread by the Conductor before new requests wait. Reading them takes some 10 ms."""
 ACCEPTED_SINCE = 28
-"""The oldest protocol version of which a Conductor reports that it has accepted an answer's first choice."""
+"""The oldest protocol version with which a Conductor sends `Accepted`."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """The most outputs of workers that are handled in one turn of the event loop."""
 
@@ -84,7 +84,7 @@ class ConductorPeer(Protocol):
 
     @property
     def least_epoch(self) -> int:
-        """The epoch of the Conductor that leads. Messages of a lower epoch are dropped."""
+        """The epoch of the Conductor that leads. A `ClusterState` of a lower epoch is dropped."""
 
     @property
     def num_queued(self) -> int:
@@ -176,7 +176,10 @@ class Link:
         return None if reception is None else len(reception.token_ids)
 
     async def run(self) -> None:
-        """Receive messages until cancelled, then close the workers' socket."""
+        """Receive messages until cancelled, then close the workers' socket.
+
+        Raises an ExceptionGroup with a ConfigError if the Conductor refuses this front.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._receive_from_conductor())
@@ -189,7 +192,7 @@ class Link:
     async def submit(
         self, request: Request, receive: Receive, claim: QuotaClaim | None = None, num_choices: int = 1
     ) -> bool:
-        """Submit a request. Raises UnavailableError.
+        """Submit a request. Raises UnavailableError if the message cannot be sent, or after `end`.
 
         Args:
             request: The request.
@@ -222,7 +225,7 @@ class Link:
     async def order(self, order: Callable[[int], OperatorOrder]) -> OperatorAnswer:
         """Return the Conductor's answer to an operator's order. `order` makes the order from its number.
 
-        Raises UnavailableError.
+        Raises UnavailableError if no answer comes within `CONDUCTOR_TIMEOUT_S`.
         """
         number = next(self._order_numbers)
         answer = self._orders[number] = asyncio.get_running_loop().create_future()
@@ -266,7 +269,7 @@ class Link:
                 await self._conductor.send(InFlight(list(self._in_flight)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._must_beat.wait(), HEARTBEAT_S)
-                continue  # to another Conductor, at once
+                continue  # there is another Conductor: beat at once
             for asked_for in self._in_flight.beat():
                 await self._say(asked_for)
             if self.cluster is None:
@@ -313,14 +316,16 @@ class Link:
         await self._say(Cancel(request_id) if continued is None else Continue(continued))
 
     async def _say(self, message: Cancel | Continue) -> None:
-        """Send the Conductor a message that may be lost: this front repeats it, or the Conductor asks for it
-        again."""
+        """Send the Conductor a message that may be lost.
+
+        Then this front sends the message again, by itself or because the Conductor asks again.
+        """
         with contextlib.suppress(PeerGoneError):
             await self._conductor.send(message)
 
     async def _adopt(self, cluster: ClusterState) -> None:
         if cluster.epoch < self._conductor.least_epoch:
-            return  # another one leads by now
+            return  # another Conductor leads by now
         is_first = self._cluster is None
         is_another = self._cluster is not None and self._cluster.epoch != cluster.epoch
         self._cluster, self._num_unanswered = cluster, 0
@@ -333,7 +338,7 @@ class Link:
                 await self._resume_all()
         elif not cluster.known and self._in_flight:
             log.warning("the conductor had given this front up; %d requests fail", len(self._in_flight))
-            # What it said of their end may have been lost with the connection.
+            # Messages about their ends may have been lost with the connection.
             await self._give_up(
                 UnavailableError("the conductor had lost its connection to this front; try again")
             )

@@ -1,7 +1,7 @@
-"""The requests of a front that are in flight, and what becomes of the silent ones.
+"""The requests of a front that are in flight, and what happens if their messages or tokens are lost.
 
-A message of the Conductor may be lost with its connection, and tokens with an instance. So the heartbeats are
-counted at which something is missing from a request: after too many, the request is asked for again, or ends.
+A message of the Conductor may be lost with its connection, and tokens with an instance. So the front counts
+the heartbeats at which a request misses something. After too many, it asks for the request again, or ends it.
 
 Owns: the requests in flight. Does not know: connections, the clock, which tokens are new (`reception`).
 """
@@ -55,8 +55,8 @@ class Receptions:
     def add(self, request: Request, receive: Receive, now_s: float, *, awaits_acceptance: bool) -> None:
         """Add a request that is submitted at `now_s`.
 
-        `awaits_acceptance`: further choices of its answer are held back until the Conductor has accepted this
-        one.
+        `awaits_acceptance` is whether the further choices of the answer are held back until the Conductor has
+        accepted the request.
         """
         self._of[request.request_id] = Reception(request, receive, now_s, awaits_acceptance)
 
@@ -94,8 +94,8 @@ class Receptions:
     def resume(self, request_id: str, now_s: float) -> Resume | None:
         """Return the message that reports a request to another Conductor, which knows nothing of the request.
 
-        What the last Conductor has reported of the request's end is forgotten. Returns None if the request is
-        not in flight.
+        The last Conductor's report that all tokens were sent is forgotten. Returns None if the request is not
+        in flight.
         """
         if (reception := self._of.get(request_id)) is None:
             return None
@@ -126,13 +126,13 @@ class Receptions:
             reception.receive(event)
 
     def beat(self) -> list[Continue]:
-        """Count a heartbeat, at which no other Conductor was found.
+        """Count a heartbeat during which no other Conductor has begun to lead.
 
         Requests end whose last tokens have been missing for too long, and answers whose `Accepted` seems to
         be lost submit their further choices.
 
         Returns:
-            The requests of which tokens are missing in between, to be asked for again.
+            The messages that ask again for requests whose tokens are missing in the middle.
         """
         asked_for = []
         for request_id, reception in list(self._of.items()):

@@ -20,7 +20,7 @@ from mooncake.node.process import Draining, Ready, drain_on_sigterm, report, sto
 from mooncake.security.keys import ClusterKey
 
 _NUM_NEW_OBJECTS = 20_000
-"""New Python objects after which the garbage collector runs."""
+"""The number of new Python objects after which the garbage collector runs."""
 
 
 class OpenedModel(NamedTuple):
