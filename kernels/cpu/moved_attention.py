@@ -229,6 +229,8 @@ class AttentionHelper(_AttentionMailbox):
         Raises ValueError for a pass that does not fit the hosted pages, and IndexError for layers that do not
         exist.
         """
+        if not 0 <= described.layers.start <= described.layers.stop <= len(self._kv_layers):
+            raise IndexError(f"expected some of {len(self._kv_layers)} layers, got {described.layers}")
         kv_shape, shape = self._kv_layers[0].shape, self.shape
         page_size, num_tokens = kv_shape[3], sum(described.query_lens)
         num_keys = [len(table) * page_size for table in described.page_tables] if shape.has_keys else None

@@ -141,11 +141,16 @@ class Segment:
     def open(cls, fd: int) -> "Segment | None":
         """Map the segment with the descriptor `fd`, and return it; None if it is not formatted.
 
-        Raises ConfigError if the segment is smaller than its header says, MismatchError if its format is of
-        another kind or version.
+        Raises ConfigError if the header is damaged, or the segment smaller than its header says, and
+        MismatchError if its format is of another kind or version.
         """
         mapping = _map(fd)
-        header = read_header(mapping.view, MAGIC, "the segment")
+        try:
+            header = read_header(mapping.view, MAGIC, "the segment")
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"the segment's header is damaged ({error}); remove its file in kvcache.segment_dir"
+            ) from None
         if header is None:
             return None
         if header.size_bytes > mapping.size_bytes:

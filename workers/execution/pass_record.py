@@ -24,7 +24,6 @@ _MOST_BYTES = _AREA_BYTES - _LENGTH.size
 _NOBODY = 0
 _UNKNOWN = 0xFFFFFFFF
 _RUNNING, _FAILED = 0, _AREA_BYTES
-Errors = type[Exception] | tuple[type[Exception], ...]
 _decoder = msgspec.msgpack.Decoder(list[Ref])
 
 

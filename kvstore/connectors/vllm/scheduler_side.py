@@ -7,6 +7,7 @@ loaded. The scheduler asks again until the search has ended.
 Owns: the keys of running requests, searches, leases. Does not know: vLLM's classes, pages' bytes.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,9 @@ from kvstore.client.leases import Lease
 from kvstore.connectors.vllm.link import PoolLink
 from kvstore.connectors.vllm.plans import LoadPlan, StepPlan, StorePlan, place_blocks
 from mooncake.errors import MooncakeError
-from mooncake.messages.blocks import BlockKey, client_salt, extended_keys, root_key
+from mooncake.messages.blocks import KEY_BYTES, BlockKey, client_salt, extended_keys, root_key
+
+log = logging.getLogger(__name__)
 
 ROOT_KEY = "root_key"
 """The name in `kv_transfer_params` under which a request gives its root key, in hexadecimal digits.
@@ -291,11 +294,13 @@ class SchedulerSide:
         if adapter is None:
             return None
         given = (request.kv_transfer_params or {}).get(ROOT_KEY)
-        root = (
-            root_key(pool.fingerprint, client_salt(request.cache_salt), adapter)
-            if given is None
-            else _root(given)
-        )
+        if given is not None:
+            root = _root(given)
+        else:
+            root = root_key(pool.fingerprint, client_salt(request.cache_salt), adapter)
+        if root is None:
+            log.warning("%s has no valid %s: its blocks are not shared", request.request_id, ROOT_KEY)
+            return None
         tracked = self._requests[request.request_id] = _Tracked(request, root)
         return tracked
 
@@ -315,12 +320,17 @@ class SchedulerSide:
             search.end()
 
 
-def _root(given: object) -> BlockKey:
-    """Return the root key that a request names. Raises ValueError unless `given` is hexadecimal digits.
+def _root(given: object) -> BlockKey | None:
+    """Return the root key that a request names; None unless `given` is one in hexadecimal digits.
 
-    A root key is a secret of the request's tenant, like `cache_salt`.
+    A root key is a secret of the request's tenant, like `cache_salt`. Any client of vLLM can send anything
+    here, and an error in the scheduler would end vLLM's engine.
     """
-    return bytes.fromhex(str(given))
+    try:
+        key = bytes.fromhex(str(given))
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES else None
 
 
 def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> FoundPrefix:

@@ -16,6 +16,7 @@ from kernels.cpu.layer import Layer, run_layers
 from kernels.cpu.library import Isa, Library
 from kernels.cpu.mailbox import HelperLost, Wire
 from kernels.cpu.moved_attention import AttentionHelper, AttentionOwner, MailboxShape
+from kernels.cpu.passes import HostedPass
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 from tests.kernels.cpu.test_layer import HIDDEN, weights
@@ -220,3 +221,11 @@ def test_a_pass_that_is_longer_than_the_mailbox_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="expected a pass of at most"):
             owner.begin(range(1), lens, kv_lens, tables, PAGE_SIZE)
+
+
+@pytest.mark.parametrize("layers", [range(-1, 1), range(1, 99), range(2, 1)])
+def test_layers_that_do_not_exist_are_refused(layers: range) -> None:
+    pages = Pages(torch.float32)
+    _, helper = mailbox(library_of(SUPPORTED[0]), pages, torch.float32)
+    with pytest.raises(IndexError, match="layers, got"):
+        helper.host(HostedPass(1, layers, [1], [1], [np.arange(1)]))

@@ -133,6 +133,19 @@ def test_keys_are_those_of_workers_and_routers(pools: Pools, engine_of: MakeEngi
     assert engine_of(pool).run(named) == Outcome(32, 0)
 
 
+@pytest.mark.parametrize("named", ["no digits", "", 7, [], "ab" * 15, "ab" * 17, {"a": 1}])
+def test_a_request_with_an_impossible_root_key_shares_nothing(
+    pools: Pools, engine_of: MakeEngine, named: object
+) -> None:
+    """Any client of vLLM may name a root key, and an error in vLLM's scheduler would end all its requests."""
+    pool = pools.start(layout=LAYOUT, num_pages=64)
+    prompt = tokens(40)
+    for _ in range(2):
+        request = Request(prompt, kv_transfer_params={"root_key": named})
+        assert engine_of(pool).run(request) == Outcome(0, 0)
+    assert engine_of(pool).run(Request(prompt)) == Outcome(0, 0)
+
+
 def test_a_damaged_block_is_computed(pools: Pools, engine_of: MakeEngine) -> None:
     pool = pools.start(layout=LAYOUT, num_pages=64)
     prompt = tokens(90)

@@ -101,6 +101,14 @@ def test_segment_of_another_format_is_not_overwritten(segment_fd: int, start: by
         Segment.open(segment_fd)
 
 
+@pytest.mark.parametrize("damage", [b"\xc1" * 64, bytes(64)])
+def test_segment_with_a_damaged_header_is_named(segment_fd: int, damage: bytes) -> None:
+    Segment.format(segment_fd, FINGERPRINT, LAYOUT)
+    os.pwrite(segment_fd, damage, 16)  # behind the magic, the version and the length
+    with pytest.raises(ConfigError, match=r"header is damaged .* remove its file in kvcache.segment_dir"):
+        Segment.open(segment_fd)
+
+
 def test_half_formatted_segment_counts_as_unformatted(segment_fd: int) -> None:
     Segment.format(segment_fd, FINGERPRINT, LAYOUT)
     os.pwrite(segment_fd, bytes(8), 0)  # all written but the magic, which comes last
