@@ -74,5 +74,5 @@ def test_tool_parsers(parser: ToolFormat) -> None:
 
 
 def test_dtypes() -> None:
-    told = re.findall(r"\w+", re.findall(r"Dense decoders of five classes, in ([^(]*)", PAGE)[0])
+    told = re.findall(r"\w+", re.findall(r"Dense decoders of \w+ classes, in ([^(]*)", PAGE)[0])
     assert set(told) - {"or"} == set(get_args(Config.model_fields["dtype"].annotation)) - {"auto"}
