@@ -1,6 +1,7 @@
 """The command line of `mooncake-doctor`: the choice of checks, and the report.
 
-Owns: the command line, the order of checks, the report. Does not know: how anything is checked.
+Owns: the command line, the order of checks, the report, the finding about the configuration. Does not know:
+how the other things are checked.
 """
 
 import argparse
@@ -145,8 +146,7 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line of the report: the numbers of failures and warnings, and the finding to begin
-    with."""
+    """Return the last line of the report: numbers of failures and warnings, and the finding to begin with."""
     num_failed, num_warnings = (
         sum(finding.level is level for finding in findings) for level in (Level.FAIL, Level.WARN)
     )
@@ -171,7 +171,10 @@ def _peer_checks(machine: Machine, other: PeerAddress, key_file: Path | None, co
 
 
 def _ask_for_kernels() -> str:
-    """Return the choice of CPU kernels, made in another process so that this process need not load torch."""
+    """Return the instruction set of the CPU kernels, or `torch` and the reason for it.
+
+    Another process finds out, so that this process need not load torch.
+    """
     command = [sys.executable, "-m", "kernels.cpu.library"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILING_S)
@@ -195,8 +198,7 @@ async def _rdma_cards(settings: MessengerConfig) -> Cards:
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:
-    """Return descriptions of the RDMA ports that the messenger can use, and the reasons why it cannot use
-    others.
+    """Return descriptions of the RDMA ports that the messenger can use, and why other ports are not usable.
 
     The check calls this function only if the machine has RDMA devices.
     """

@@ -26,8 +26,10 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `advice` says how to mend the fault; it is empty if there is nothing to
-    mend."""
+    """One line of the report.
+
+    `advice` says how to mend the fault; it is empty if there is nothing to mend.
+    """
 
     level: Level
     title: str

@@ -77,8 +77,7 @@ def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
 
 
 def memory(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Yield findings about room for the pools in memory, in the control group, and in the pools' file
-    system."""
+    """Yield findings about room for the pools: in memory, in the control group, in their file system."""
     num_pools = num_instances(config)
     wanted_bytes = num_pools * int(config.kvcache.pool_bytes)
     found = f"the {'pool takes' if num_pools == 1 else 'pools take'} {as_size(wanted_bytes)}"
@@ -122,8 +121,10 @@ def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Yield findings about huge pages for the pool: memory in huge pages is faster to copy and to
-    register."""
+    """Yield findings about huge pages for the pool.
+
+    Memory in huge pages is faster to copy and to register.
+    """
     folder = "sys/kernel/mm/transparent_hugepage"
     chosen = re.search(r"\[(\w+)\]", machine.read(f"{folder}/shmem_enabled") or "")
     mode = chosen[1] if chosen is not None else "not supported"
@@ -138,8 +139,10 @@ def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the clock: its source, and its synchronisation, which matters only for times in
-    logs."""
+    """Yield findings about the clock: its source and its synchronisation.
+
+    Synchronisation matters only for times in logs.
+    """
     source = machine.read("sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
     answer = machine.run("timedatectl", "show", "--property=NTPSynchronized", "--value")
     synchronised = {"yes": "synchronised", "no": "not synchronised"}.get(answer or "", "perhaps synchronised")

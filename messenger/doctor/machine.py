@@ -70,7 +70,7 @@ class Machine:
         return None if result.returncode else result.stdout.strip()
 
     def free_bytes(self, folder: Path) -> int | None:
-        """Return the free bytes in the file system of `folder`."""
+        """Return the free bytes in the file system of `folder`; None if they cannot be read."""
         try:
             status = os.statvfs(folder)
         except OSError:
@@ -100,14 +100,16 @@ class Machine:
 
     @property
     def kernel(self) -> tuple[int, int]:
-        """The version of the kernel: (6, 1)."""
+        """The version of the kernel: (6, 1); (0, 0) if unknown."""
         numbers = re.match(r"(\d+)\.(\d+)", self.read("proc/sys/kernel/osrelease") or "")
         return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
     @property
     def may_lock_all_memory(self) -> bool:
-        """Whether this process may lock any amount of memory: it has CAP_IPC_LOCK, outside of user
-        namespaces."""
+        """Whether this process may lock any amount of memory.
+
+        It may if it has CAP_IPC_LOCK outside of user namespaces.
+        """
         users = (self.read("proc/self/uid_map") or "").split()
         return users == ["0", "0", "4294967295"] and self._is_capable(_CAP_IPC_LOCK)
 
@@ -120,7 +122,7 @@ class Machine:
         return effective is not None and bool(int(effective[1], 16) >> number & 1)
 
     def limit(self, name: str) -> int | None:
-        """Return a limit of this process by its name in /proc/self/limits; None without a limit."""
+        """Return a limit of this process by its name in /proc/self/limits; None if unlimited or unknown."""
         line = re.search(rf"^{name}\s+(\S+)", self.read("proc/self/limits") or "", re.MULTILINE)
         return int(line[1]) if line is not None and line[1].isdecimal() else None
 
@@ -132,7 +134,7 @@ class Machine:
             yield MachineProcess(int(pid), module or self.read(f"proc/{pid}/comm") or "?")
 
     def owner_of_socket(self, inode: int) -> MachineProcess | None:
-        """Return the process that has a socket open; None if the process is another user's."""
+        """Return the process that has a socket open; None if no process that can be seen has it."""
         for process in self.processes():
             folder = f"proc/{process.pid}/fd"
             for name in self.names(folder):

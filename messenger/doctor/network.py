@@ -50,8 +50,11 @@ def interfaces(machine: Machine) -> Iterator[Finding]:
 
 
 def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Yield findings about messenger.hosts: whether they are addresses of this machine that other nodes can
-    use."""
+    """Yield findings about the addresses in messenger.hosts and messenger.listen_hosts.
+
+    Other nodes must be able to use messenger.hosts, and this machine must have the addresses at which it
+    listens.
+    """
     if not config.has_pool:
         return
     good = []
@@ -164,8 +167,7 @@ def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _meet(place: ListenAddress, listener: Listener) -> bool:
-    """Return whether a configured address is taken by a listening socket. A host name counts as any
-    address."""
+    """Return whether a listening socket has a configured address. A host name counts as any address."""
     if place.port != listener.port:
         return False
     try:

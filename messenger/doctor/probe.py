@@ -31,8 +31,10 @@ _PIECE_BYTES = 2 << 20
 
 
 class ProbeClient:
-    """A client of one messenger's port. Every call makes a new connection. Raises OSError or
-    TransferError."""
+    """A client of one messenger's port.
+
+    Every call makes a new connection, and raises OSError or TransferError if it fails.
+    """
 
     def __init__(self, host: str, port: int, key: ClusterKey, tls: Tls | None, cards: Cards) -> None:
         self._path = Path(Transport.TCP, (host, port))
@@ -41,8 +43,10 @@ class ProbeClient:
         self._cards = cards
 
     async def handshake(self) -> str:
-        """Return the answering instance's name, after both sides have proved that they have the cluster
-        key."""
+        """Return the answering instance's name.
+
+        Both sides have proved before that they have the cluster key.
+        """
         async with self._connected() as (_, welcome):
             return welcome.identity.instance
 
@@ -71,8 +75,10 @@ class ProbeClient:
         return self._cards.names
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """Return the measured bytes a second of an RDMA write of `num_bytes`, into memory that is never
-        read."""
+        """Return the measured bytes a second of an RDMA write of `num_bytes`.
+
+        The bytes go into memory that is never read.
+        """
         card = await self._cards.card(nic)
         with contextlib.closing(card.endpoint(str(self._path))) as endpoint:
             async with self._connected(endpoint.local_info()) as (_, welcome):

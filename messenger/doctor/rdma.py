@@ -21,8 +21,10 @@ CONTAINER_FLAGS = "--network host --device /dev/infiniband --cap-add IPC_LOCK --
 _MELLANOX = "0x15b3"
 _ROCE_V2 = "RoCE v2"
 _ROCE_HEADER_BYTES = 96
-"""Bytes of the largest headers. Drivers choose RoCE's MTU so that headers fit into the interface's MTU
-too."""
+"""Bytes of the largest headers.
+
+Drivers choose RoCE's MTU so that headers fit into the interface's MTU too.
+"""
 _ROCE_MTUS = (4096, 2048, 1024, 512, 256)
 _WANTED_INTERFACE_MTU = 4200
 """Bytes of an interface's MTU that leave room for 4,096 bytes of payload and RoCE's headers."""

@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 1.5
 HANDSHAKE_TIMEOUT_S = 5.0
 """Time limit of a handshake in seconds, the default of `messenger.connect_timeout_s`."""
 BANDWIDTH_TIMEOUT_S = 10.0
-"""Time limit of one measurement in seconds. A measurement takes half a second on a working path."""
+"""Time limit in seconds of both measurements of a path together."""
 FIRST_BYTES = 8 << 20
 """Bytes of the first measurement, whose result sets the size of the second."""
 MOST_BYTES = 1 << 30
@@ -58,7 +58,7 @@ class PeerProbe(Protocol):
     """
 
     async def handshake(self) -> str:
-        """Return a text that says which host answers."""
+        """Return the name of the instance that answers."""
 
     async def bandwidth(self, num_bytes: int) -> float:
         """Return the bytes a second of one transfer of `num_bytes` over TCP."""
@@ -116,8 +116,10 @@ def connection(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def data_plane(open_it: OpenProbe) -> list[Finding]:
-    """Return findings about the answering host, and the bandwidth over TCP and each RDMA device of this
-    side."""
+    """Return findings about the answering instance, and the bandwidth over TCP and over each RDMA device.
+
+    The RDMA devices are this side's.
+    """
     return asyncio.run(_probe(open_it))
 
 

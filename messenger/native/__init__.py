@@ -1,4 +1,4 @@
-"""C++ sources of the messenger. Each file is compiled and loaded by the module of the same name."""
+"""C++ sources of the messenger. Each .cpp file is compiled and loaded by the module of the same name."""
 
 from pathlib import Path
 

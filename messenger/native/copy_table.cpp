@@ -40,7 +40,7 @@ uint64_t copiers(const CopyTable* copy_table, uint64_t word) {
 
 // -- the owner of the segment --
 
-// Opens a grant. Returns whether it is open now: False if another open grant has its entry.
+// Opens a grant. Returns whether its entry was free: several grants share one.
 extern "C" int open_grant(CopyTable* copy_table, uint64_t grant) {
     uint64_t closed = 0;
     return copy_table->grants[grant % kGrants].compare_exchange_strong(closed, grant + 1);

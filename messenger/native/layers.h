@@ -1,4 +1,4 @@
-// The xxh3-64 of one layer, and copies that bypass the caches. All code that moves blocks uses these two.
+// The xxh3-64 of one layer, and copies that bypass the caches. All compiled code that hashes or copies blocks uses these two.
 //
 // The hash follows the published description of XXH3 (seed 0, default secret, inputs longer than 240 bytes). Copying
 // and hashing in one pass reads memory once. Large copies bypass the caches by streaming stores, so that the processor

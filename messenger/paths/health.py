@@ -17,7 +17,7 @@ MOST_USELESS_LANES: Final = 3
 FIRST_PAUSE_S: Final = 2.0
 """Seconds of the first backoff, in which a switch or a driver may restart."""
 LONGEST_PAUSE_S: Final = 60.0
-"""Seconds of the longest backoff. A repaired path is noticed after this time at the latest."""
+"""Seconds of the longest backoff. A repaired path is tried again after this time at the latest."""
 _MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))
 """The number of doublings after which the first pause reaches the longest pause."""
 
@@ -38,7 +38,7 @@ class PathHealth:
         return max(0.0, self.until_s - now_s)
 
     def failed(self, now_s: float) -> None:
-        """Record that a connection failed, or that nothing could be written to it."""
+        """Record that no lane came up: the connection, the handshake or the trial write has failed."""
         if not self.pause_s(now_s):
             self._back_off(now_s)
 

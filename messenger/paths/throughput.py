@@ -74,8 +74,7 @@ class TransferCounters:
         """The transport that has moved bytes last."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Count bytes that have been placed and verified, on this side if `received`, else on the peer's
-        side."""
+        """Count bytes that have been placed and verified: on this side if `received`, else at the peer."""
         self._last_transport = transport
         for traffic in (self._traffic, self._own):
             (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes

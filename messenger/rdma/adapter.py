@@ -65,10 +65,10 @@ class Adapter:
         return memory
 
     def register_dmabuf(self, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-        """Register device memory that `fd` (a dma-buf) exports, and return the registration.
+        """Register `size_bytes` bytes of the dma-buf `fd`, from `offset` on, and return the registration.
 
-        The memory's addresses begin at `offset`. Raises RdmaUnavailableError if card or driver do not support
-        this. Then a pinned staging buffer is needed.
+        A dma-buf exports device memory. The peer addresses the first of these bytes as `offset`. Raises
+        RdmaUnavailableError if card or driver do not support this; then a pinned staging buffer is needed.
         """
         memory = register_dmabuf(self.domain, str(self.device), fd, offset, size_bytes)
         self._dmabufs.append(memory)

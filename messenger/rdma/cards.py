@@ -28,8 +28,10 @@ from mooncake.errors import ConfigError, TransferError
 SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"
 _TRIED_BYTES: Final = 64 << 10
-"""Bytes with which a path is tried, in full packets, as small packets may pass where large packets are
-lost."""
+"""Bytes with which a path is tried, in full packets.
+
+Small packets may pass where large packets are lost.
+"""
 _REGISTERED_WITHIN_S = 2.0
 """Seconds for which a connection waits for the registration of the segment."""
 log = logging.getLogger(__name__)
@@ -60,9 +62,9 @@ class Card:
         return Endpoint(self.adapter, self.memory, peer)
 
     async def open_scratch(self, endpoint: Endpoint) -> Scratch:
-        """Open scratch memory to the peer of a connected endpoint, for the endpoint's life. Raises RdmaError.
+        """Open scratch memory to the peer of a connected endpoint, until the endpoint closes.
 
-        Returns the memory's address and key.
+        Returns the memory's address and key. Raises RdmaError.
         """
         opened = await open_windows(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
         return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
@@ -75,7 +77,7 @@ class Card:
 
 
 class Cards:
-    """All opened devices, the preferred devices first; no device without RDMA."""
+    """The RDMA devices that were opened, by name; empty if RDMA is not used."""
 
     def __init__(self, adapters: Sequence[Adapter], *, is_demanded: bool = False) -> None:
         self._adapters = {str(adapter.device): adapter for adapter in adapters}
@@ -139,7 +141,7 @@ class Cards:
 
 
 def open_cards(settings: MessengerConfig) -> Cards:
-    """Open and return the devices near the segment, or all working devices if none is near.
+    """Open and return the devices nearest to the segment, or all others if none of these works.
 
     Logs once why devices cannot be used. Raises ConfigError for an invalid topology, or if RDMA is demanded
     and missing.

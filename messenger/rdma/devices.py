@@ -36,8 +36,10 @@ class GidEntry(NamedTuple):
 
 
 class RdmaDevice(msgspec.Struct, frozen=True):
-    """An active port of a device. `gid` is the address for peers, `gid_index` its index in the port's
-    table."""
+    """An active port of a device.
+
+    `gid` is the address for peers, `gid_index` its index in the port's table.
+    """
 
     name: str
     port: int
@@ -74,7 +76,10 @@ class FoundDevices(NamedTuple):
 
 
 def find_devices(names: Collection[str] | None = None, gid_index: int | None = None) -> FoundDevices:
-    """Return all active ports. `names` restricts the devices, `gid_index` overrides the choice of address."""
+    """Return the usable ports of all devices, and why other ports are not usable.
+
+    `names` restricts the devices; None: all. `gid_index` overrides the choice of address.
+    """
     try:
         verbs = load_verbs()
     except RdmaUnavailableError as error:

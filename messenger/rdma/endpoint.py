@@ -41,7 +41,7 @@ _QUEUE_DEPTH: Final = 128
 _MAX_READS: Final = 16
 """The most reads that the card serves at once in one direction of a queue pair."""
 _NUM_RETRIES: Final = 6
-"""The number of retries of a request without an answer. (Soft-RoCE takes 7 for infinity.)"""
+"""The number of retries of a request without an answer. Soft-RoCE takes 7 for infinity."""
 _DEAD_PEER_S: Final = 1.0
 """Seconds without an answer after which a peer counts as dead. The device times this roughly."""
 _RNR_DELAY_CODE: Final = 12
@@ -222,8 +222,10 @@ class Endpoint:
         self.revoke("closed")
 
     async def perform(self, operation: Operation) -> None:
-        """Post an operation, in turn with other operations, and wait until it is complete. Raises
-        RdmaError."""
+        """Post an operation, in turn with other operations, and wait until it is complete.
+
+        Raises RdmaError.
+        """
         self.check_usable()
         call = _Call(operation, self._loop.create_future())
         self._waiting.append(call)

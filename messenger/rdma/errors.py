@@ -48,8 +48,10 @@ _STATUSES: Final[dict[int, tuple[str, Remedy]]] = {  # the numbers of enum ibv_w
 
 
 def completion_error(status: int, peer: str) -> RdmaError:
-    """Return the error for a work completion that is not SUCCESS. An unknown status counts as a failure of
-    the path."""
+    """Return the error for a work completion that is not SUCCESS.
+
+    An unknown status counts as a failure of the path.
+    """
     assert status != SUCCESS
     what, remedy = _STATUSES.get(status, ("transport error", Remedy.OTHER_PATH))
     return RdmaError(f"RDMA with {peer}: {what} (completion status {status})", remedy)

@@ -26,8 +26,8 @@ OPEN: Final = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
 class RdmaMemory:
     """A registered memory range, whose addresses for peers begin at `address`.
 
-    The `remote_key` of open memory gives any peer with a connected queue pair access to all of it, so only
-    trusted peers may get it.
+    The `remote_key` of memory that is registered with `OPEN` gives any peer with a connected queue pair
+    access to all of it, so only trusted peers may get this key.
     """
 
     address: int
@@ -56,7 +56,10 @@ def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, right
 
 
 def register_dmabuf(domain: Any, device: str, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-    """Register a range of a dma-buf; its addresses begin at `offset`. Raises RdmaUnavailableError."""
+    """Register `size_bytes` bytes of the dma-buf `fd`, from `offset` on.
+
+    The peer addresses the first of these bytes as `offset`. Raises RdmaUnavailableError.
+    """
     verbs = load_verbs()
     try:
         region = verbs.mr.DmaBufMR(domain, size_bytes, OPEN, dmabuf=fd, offset=offset)

@@ -131,7 +131,7 @@ def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
     member of a bond or bridge: the bond or bridge stands for its members.
     """
     folder = sys_root / "class" / kind.value
-    is_usable = _has_active_port if kind is NicKind.RDMA else _is_up
+    is_usable = _has_active_port if kind is NicKind.RDMA else _is_usable_interface
     return [_nic(folder / name) for name in _names(folder) if is_usable(folder / name)]
 
 
@@ -291,8 +291,12 @@ def _has_active_port(device: Path) -> bool:
     return not states or any(state is None or "ACTIVE" in state for state in states)
 
 
-def _is_up(interface: Path) -> bool:
-    """Return whether an interface is up. A virtual interface may report "unknown", which counts as up."""
+def _is_usable_interface(interface: Path) -> bool:
+    """Return whether an Ethernet interface can carry transfers.
+
+    The interface must be up, and must not be loopback or a member of a bond or bridge. The state "unknown",
+    which a virtual interface may report, counts as up.
+    """
     return (
         read_line(interface / "type") != _LOOPBACK
         and read_line(interface / "operstate") in ("up", "unknown")

@@ -47,8 +47,10 @@ class Pieces(NamedTuple):
     remote_keys: list[int]
 
     def chain_end(self, begin: int, max_pieces: int) -> int:
-        """Return the end (exclusive) of the chain that begins with piece `begin` and has at most `max_pieces`
-        pieces."""
+        """Return the end (exclusive) of the chain that begins with piece `begin`.
+
+        The chain has at most `max_pieces` pieces.
+        """
         end, chain_bytes = begin, 0
         limit = min(begin + min(max_pieces, MAX_CHAIN), len(self.num_bytes))
         while end < limit and (end == begin or chain_bytes + self.num_bytes[end] <= MAX_CHAIN_BYTES):

@@ -34,7 +34,7 @@ MOST_FETCHES = 64
 class FetchAnswerer:
     """The answers to the fetches of one connection.
 
-    The owner runs `run` as long as the connection lasts, and calls `close` after it.
+    The lane runs `run` as long as the connection lasts, and calls `close` afterwards.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class FetchAnswerer:
         """Answers whose blocks are being read, the oldest first."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer a fetch, but not before earlier fetches: the sender tells answers apart by their order
-        alone."""
+        """Answer a fetch after all earlier fetches. Raises TransferError.
+
+        The sender tells answers apart by their order alone.
+        """
         if fetch.is_read:
             self._count_read(fetch)
             return
@@ -80,7 +82,10 @@ class FetchAnswerer:
         self._fetches.put_nowait(self._answer(fetch))
 
     def _count_read(self, fetch: Fetch) -> None:
-        """Count blocks that the sender has read by itself, in its mapping of this side's segment."""
+        """Count blocks that the sender has read by itself, in its mapping of this side's segment.
+
+        Raises TransferError if the sender cannot have read them, or names unknown layers.
+        """
         if not self._inlet.is_mapped:
             raise TransferError("blocks are said to be read where nobody can see them")
         layers, heads = self._check_fetch(fetch)
@@ -109,8 +114,7 @@ class FetchAnswerer:
             answer.end_lease()
 
     def fetched(self, damaged: Sequence[int]) -> None:
-        """End the lease of the oldest answer, which the peer has read, and verify blocks that the peer
-        suspects.
+        """End the lease of the oldest answer, which the peer has read; verify blocks that the peer suspects.
 
         `damaged`: the indices of blocks that did not match their checksums at the peer. Raises TransferError
         if there is no such answer, or no such block.

@@ -129,8 +129,8 @@ class IncomingSession:
     def revoke(self, grant_id: int, reason: str) -> None:
         """End the transfers to a grant that has ended, and tell the sender to stop.
 
-        The pages that are open to the sender are closed when the sender has answered with `Close`, or in a
-        while.
+        The pages that are open to the sender are closed when the sender has answered with `Close`, or after
+        `ack_timeout_s` seconds.
         """
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
             del self.grants[transfer_id]

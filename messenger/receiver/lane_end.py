@@ -23,15 +23,17 @@ class ReceivingEnd(NamedTuple):
 
     inlet: Inlet
     exposures: Exposures
-    """The exposures of the lane. The lane closes them; if no lane is made of this end, the caller closes
-    them."""
+    """The exposures of the lane, which the lane closes.
+
+    If no lane is made of this end, the caller closes them.
+    """
     welcome: Welcome
     fd: int | None = None
     """The descriptor that is passed with the welcome."""
 
 
 class ShmExposures(Exposures):
-    """The copy slot with which a sender on this host writes to granted pages."""
+    """The exposure of a shared-memory lane: the copy slot through which the sender writes granted pages."""
 
     lets_place = True
 

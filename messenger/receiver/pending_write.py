@@ -38,8 +38,10 @@ class HeadRanges:
 
 
 class PendingWrite:
-    """A write whose bytes are being received, until `complete` or `abandon`. A later `abandon` does
-    nothing."""
+    """A write whose bytes are being received, until `complete` or `abandon`.
+
+    A later `abandon` does nothing.
+    """
 
     def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
         self.write = write

@@ -76,8 +76,10 @@ class Sessions:
             stream.close()
 
     async def _welcome(self, frames: Frames, introduction: Introduction) -> IncomingLane:
-        """Admit a sender, and return its lane with the resources that the lane needs. Raises TransferError,
-        MismatchError, OSError."""
+        """Admit a sender, and return its lane with the resources that the lane needs.
+
+        Raises TransferError, MismatchError or OSError.
+        """
         stream, served_pool = frames.stream, self._served_pool
         await check_introduction(stream, served_pool.identity, introduction)
         inlet, exposures, welcome, fd = await receiving_end(served_pool, stream, introduction)
@@ -129,7 +131,10 @@ async def refuse_connection(
     *,
     timeout_s: float,
 ) -> None:
-    """Authenticate a sender, and refuse it for `reason`."""
+    """Authenticate a sender, refuse it for `reason`, and close its connection.
+
+    A connection that fails to authenticate is counted.
+    """
     try:
         with unauthenticated.entered(stream):
             async with asyncio.timeout(timeout_s):

@@ -38,8 +38,8 @@ class WriteTarget(Protocol):
     """The interface of the owner of pages to which remote writes go.
 
     Every `begin` that returns a view is followed by exactly one `complete` or `abandon`. Until then the page
-    must not be given to another owner. All three calls get the same `heads`: the KV heads whose bytes the
-    entry has; None if the entry has all heads of this side.
+    must not be given to another owner. These calls get the same `heads`: the KV heads whose bytes the entry
+    has; None if the entry has all heads of this side.
     """
 
     def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
@@ -74,7 +74,7 @@ class WriteTarget(Protocol):
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """Record that the writer has ended.
 
-        `reason`: why its writes were not all completed; None if all were completed.
+        `reason`: why the writer ended before all its writes were complete; None if all are complete.
         """
 
 

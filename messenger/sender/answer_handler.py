@@ -20,8 +20,7 @@ class AnswerListener(Protocol):
     """The name of the peer."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Count bytes that have been placed and verified, on this side if `received`, else on the peer's
-        side."""
+        """Count bytes that have been placed and verified: on this side if `received`, else at the peer."""
 
     def damaged(self) -> None:
         """Count an answer with blocks that did not match their checksums."""
@@ -67,8 +66,10 @@ class AnswerHandler:
         return self._found(found, views, checksums)
 
     async def found(self, found: Found, payload_bytes: int) -> list[int]:
-        """Complete the oldest fetch when its whole payload has arrived, and return the indices of its damaged
-        blocks."""
+        """Complete the oldest fetch when its whole payload has arrived.
+
+        Returns the indices of damaged blocks. Raises OSError or TransferError.
+        """
         views = self._views_of(found, payload_bytes)
         layer_bytes = self._outstanding.fetches[0].layer_bytes
         return self._found(found, views, await self._inlet.fill(found.blocks, views, layer_bytes))

@@ -41,11 +41,13 @@ class Owner(AnswerListener, Protocol):
         """Whether a request waits in the queues."""
 
     def next_request(self, lane: "Lane") -> LaneRequest | None:
-        """Return the request that `lane` should send now, taken from the queues; None if there is no such
-        request."""
+        """Return the request that `lane` should send now, taken from the queues; None without one."""
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """Return how many bytes of this class may be moved before other tasks run."""
+        """Return how many bytes of this class to request at once.
+
+        A lane that copies bulk itself lets other tasks run after as many bytes.
+        """
 
     def should_yield(self) -> bool:
         """Return whether a caller that has just been served should run before more bulk is copied."""
@@ -116,8 +118,7 @@ class Lane:
 
     @property
     def refused(self) -> LaneRequest | None:
-        """A request that the transport cannot carry, and that would fail again; None if there is no such
-        request."""
+        """The request that the transport cannot carry, and that would fail again; None if there is none."""
         return self._outlet.refused
 
     @property
@@ -163,7 +164,10 @@ class Lane:
             self._pump()
 
     async def take_turns(self, request: LaneRequest) -> None:
-        """Let other tasks run if their turn is due, after a `request` that this side has copied."""
+        """Let other tasks run if this connection's turn is over.
+
+        A `request` that this side has copied counts towards the turn.
+        """
         if not request.moving_bytes:
             self._stream.moved(request.num_bytes // _COPYING_SPEED)
         await self._stream.take_turns()
@@ -238,8 +242,10 @@ class Lane:
             self._send_queue.send()
 
     def _send_requests(self) -> None:
-        """Send requests, together with waiting frames that get no answer. If no request is sent, such frames
-        keep waiting."""
+        """Send requests, together with waiting frames that get no answer.
+
+        If no request is sent, such frames keep waiting.
+        """
         if not self._is_running or self._send_queue.is_stopped:
             return
         begun: list[bytes | memoryview] = []
@@ -330,8 +336,7 @@ class Lane:
         return True
 
     def _end_fetch(self, damaged: list[int]) -> None:
-        """Tell the peer that the blocks of its oldest answer have been read, and which blocks were
-        damaged."""
+        """Tell the peer that the blocks of its oldest answer have been read, and which were damaged."""
         self._send_queue.keep(encode_frame(FetchDone(damaged)) if damaged else _FETCH_DONE)
 
 

@@ -1,7 +1,7 @@
 """The open transfers of a session, and what the peer is told of them.
 
-A write makes its transfer known to the peer. A transfer that has not written yet is announced to it after a
-while, so that a loss of the session fails its grant. At its end the peer gets a `Close`.
+A write makes its transfer known to the peer. A transfer that has not written yet is announced after a while,
+so that a loss of the session fails the transfer's grant. At its end the peer gets a `Close`.
 
 Owns: the open transfers, these messages. Does not know: requests, which lane sends what.
 """

@@ -49,7 +49,7 @@ MAX_PENDING_REQUESTS = 16
 _NUM_LOST_LANES = 64
 """The number of lost lanes that are remembered, because the receiver may not have noticed their loss."""
 _YIELDED_TURNS = 2
-"""Turns of the event loop for which lanes send no bulk after a latency request was completed.
+"""Turns of the event loop for which lanes copy no bulk after a latency request was completed.
 
 The request's caller runs in the first turn, and the work that it starts runs in the second.
 """
@@ -102,7 +102,7 @@ class OutgoingSession:
     def frame_bytes(self, urgency: Urgency) -> int:
         """Return how many bytes to request at once.
 
-        For bulk the number is small, so that latency requests are not held up.
+        For bulk the number is small while latency requests are expected, so that these are not held up.
         """
         return self._queues.frame_bytes(urgency, self._now_s())
 
@@ -132,9 +132,10 @@ class OutgoingSession:
     ) -> Transfer:
         """Return a transfer to the grant `grant_id`, for a `with` statement.
 
-        An exception in the statement's body gives the transfer up and tells the peer the reason. `on_change`
-        is called when a frame is complete or the transfer has failed. `heads`: the model's heads whose bytes
-        are written; None if both sides have the same heads, and all are written.
+        An exception in the statement's body gives the transfer up and tells the peer the reason. `ref_text`
+        names the request for the receiver's log. `on_change` is called when a frame is complete or the
+        transfer has failed. `heads`: the model's heads whose bytes are written; None if both sides have the
+        same heads, and all are written.
         """
         part = None if heads is None else (heads.start, heads.stop)
         opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
@@ -291,7 +292,7 @@ class OutgoingSession:
             other.wake()
 
     def _detour(self, request: LaneRequest, lost: Lane, reason: str) -> None:
-        """Send a request over a standby path instead of failing it at once.
+        """Send a request over a standby path instead of failing it at once; fail it if there is no such path.
 
         Perhaps only the path of `lost` cannot carry the request.
         """

@@ -1,8 +1,8 @@
 """Sessions with other messengers, opened on demand, and kept until their last lane is lost.
 
-Every path to a messenger has some streams, each kept up by a task: a lost connection is made again while the
-other streams carry on, at once or, if it failed or was lost soon, after pauses that grow. If there are many
-sessions, idle sessions are given up.
+Every path to a messenger has `messenger.streams` connections, each kept up by a task. The task makes a lost
+connection again while the other connections carry on: at once, or after pauses that grow if the connection
+failed or was lost soon. If there are many sessions, idle sessions are given up.
 
 Owns: sessions by address, making and keeping their lanes. Does not know: the content of requests.
 """
@@ -43,8 +43,11 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 1.0
 """Seconds of the first pause after a connection that failed, was lost soon, or answered nothing."""
 _LONGEST_PAUSE_S = 5.0
-"""Seconds of the longest pause between two attempts. A returning peer is noticed after this time at the
-latest."""
+"""Seconds of the longest pause between two attempts on a path without a NIC of its own.
+
+A peer that returns is noticed after one pause and one attempt (`connect_timeout_s`). Paths with a NIC pause
+as `PathHealth` says.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +107,10 @@ class OutgoingSessions:
         return [keeping.peer for keeping in self._sessions.values() if keeping.peer.closed_reason is None]
 
     async def peer(self, address: MessengerAddress) -> OutgoingSession:
-        """Return the session with the messenger at `address`. Raises TransferError if no session can be
-        made."""
+        """Return the session with the messenger at `address`; open one if there is none.
+
+        Raises TransferError if no session can be made.
+        """
         lock = self._connecting.setdefault(address, asyncio.Lock())
         async with lock:
             keeping = self._sessions.get(address)
@@ -133,8 +138,10 @@ class OutgoingSessions:
         )
 
     async def _begin_over(self, group: Sequence[Path], address: MessengerAddress) -> _Keeping:
-        """Begin a session over a group of paths. Returns when its first lane is up, or all lanes have
-        failed."""
+        """Begin a session over a group of paths.
+
+        Returns when its first lane is up, or when no lane can come up.
+        """
         keeping = _Keeping(OutgoingSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
@@ -256,7 +263,10 @@ class OutgoingSessions:
 
 
 def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSession, reason: str) -> None:
-    """Record the loss of `lane`, `held_s` seconds after its beginning, for the other lanes of its path."""
+    """Record the loss of `lane`, `held_s` seconds after its beginning, for its path.
+
+    If the path backs off now, the other lanes of the path end too.
+    """
     now_s = asyncio.get_running_loop().time()
     facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}
     if standing.lost(now_s, held_s, lane.remedy, **facts):

@@ -56,8 +56,10 @@ class LaneParts:
     give_up: Callable[[str], None]
     """A function that ends the lane for a reason."""
     written: Callable[[int], None]
-    """A callback with the id of a transfer. It is called when a write of the transfer is no longer in flight
-    beside the connection."""
+    """A callback for a write that is no longer in flight beside the connection.
+
+    The argument is the id of the write's transfer.
+    """
 
     def end(self) -> None:
         """Drop the callbacks, so that no reference cycle is left."""
@@ -65,8 +67,10 @@ class LaneParts:
 
 
 class Outlet:
-    """Base class of outlets. By default a write is only a frame, and the receiver gets the bytes by
-    itself."""
+    """Base class of outlets.
+
+    By default a write is only a frame, and the receiver gets the bytes by itself.
+    """
 
     bulk_pace: ClassVar[BulkPace]
     copies: bool = False
@@ -77,8 +81,7 @@ class Outlet:
     has_read: bool = False
     """Whether a fetch was completed by this side's copy, without an answer."""
     refused: LaneRequest | None = None
-    """A request that the transport cannot carry, and that would fail again; None if there is no such
-    request."""
+    """The request that the transport cannot carry, and that would fail again; None if there is none."""
     remedy: Remedy | None = None
     """The remedy for the failure that ended the lane; None if the transport knows none."""
 
@@ -114,16 +117,20 @@ class Outlet:
         """Record that the lane ends with this error, caused by `request`."""
 
     def is_writing(self, transfer_id: int) -> bool:
-        """Return whether bytes of this transfer are in flight beside the connection, so that the peer's pages
-        must stay open."""
+        """Return whether bytes of this transfer are in flight beside the connection.
+
+        The peer's pages must stay open meanwhile.
+        """
         return False
 
     def forget(self, transfer_id: int) -> None:
         """Stop writing a transfer that has ended."""
 
     async def close(self) -> None:
-        """Stop, and wait until no byte moves any more. Afterwards `take_all` returns the requests in
-        flight."""
+        """Stop, and wait until no byte moves any more.
+
+        Afterwards `take_all` returns the requests in flight.
+        """
 
     def take_all(self) -> Sequence[LaneRequest]:
         """Return, and forget, the requests whose bytes were in flight beside the connection."""
@@ -151,7 +158,7 @@ class Opening:
         return introduction
 
     async def join(self, welcome: Welcome) -> SendingEnd:
-        """Return the ends of the lane, made with the peer's answer.
+        """Return the sending end of the lane, made with the peer's answer.
 
         Raises TransferError, for example if the welcome lacks the transport's part: a peer that does not know
         the transport has ignored the offer, and has opened a lane over TCP.

@@ -31,8 +31,7 @@ class Outstanding:
         self._fetch_deadline = Deadline(answer_timeout_s, missed)
         """Deadline of the answer to the oldest of `fetches`, which may take longer than writes."""
         self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
-        """The `Close` messages that may not have arrived, each with the number of requests begun before
-        it."""
+        """The `Close` messages that may not have arrived, each with the number of requests begun before."""
 
     def begin(self, request: LaneRequest) -> None:
         self.num_bytes[request.urgency] += request.moving_bytes
@@ -77,8 +76,10 @@ class Outstanding:
             deadline.clear()
 
     def take_all(self) -> list[LaneRequest]:
-        """Remove and return all unanswered requests of a lost lane: writes, then fetches, the oldest
-        first."""
+        """Remove and return all unanswered requests of a lost lane.
+
+        Writes and probes come first, then fetches; each kind with the oldest first.
+        """
         requests = [*self.writes, *self.fetches]
         self.writes.clear()
         self.fetches.clear()

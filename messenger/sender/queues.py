@@ -61,8 +61,7 @@ class Queues(Generic[CarrierT]):
         self._has_main = False
         """Whether a lane is up that is not on a standby path."""
         self._kept_free: CarrierT | None = None
-        """The lane that carries no bulk while latency requests are expected; None if there is only one
-        lane."""
+        """The lane that carries no bulk while latency requests are expected; None with only one lane."""
         self._latency_until_s = 0.0
         self._num_latency = 0
         """Pending latency requests: in flight or queued."""
@@ -90,7 +89,7 @@ class Queues(Generic[CarrierT]):
     def frame_bytes(self, urgency: Urgency, now_s: float) -> int:
         """Return how many bytes to request at once.
 
-        For bulk the number is small, so that latency requests are not held up.
+        For bulk the number is small while latency requests are expected, so that these are not held up.
         """
         if urgency is Urgency.LATENCY or not self._lanes or now_s >= self._latency_until_s:
             return MAX_FRAME_BYTES
@@ -144,8 +143,7 @@ class Queues(Generic[CarrierT]):
         return bulk.popleft()
 
     def lane_for(self, urgency: Urgency, now_s: float) -> CarrierT | None:
-        """Return the lane that should take the next request of this class; None if there is no request or no
-        lane.
+        """Return the lane that should take the next request of this class; None without request or lane.
 
         It is the lane with the fewest bytes in flight among the lanes that may take the request.
         """

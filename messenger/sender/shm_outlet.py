@@ -1,6 +1,6 @@
 """The outlet of a lane over shared memory: this side completes requests by copying blocks itself.
 
-It copies the blocks of a write into granted pages, and the blocks of a read out of the peer's pages. Where
+The blocks of a write are copied into granted pages, and the blocks of a read out of the peer's pages. Where
 this side cannot copy, the receiver copies. The peer gets a message about each request: for a latency write in
 the call that copies, for all other requests within `NOT_URGENT_S`.
 

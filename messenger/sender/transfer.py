@@ -43,8 +43,7 @@ class Transfer:
         self.is_announced = False
         """Whether a lane has been given a message that makes the transfer known to the peer."""
         self._num_unacknowledged = 0
-        """Number of writes that this side has copied into their pages, and that the peer has not
-        acknowledged."""
+        """Number of writes that this side has copied, and that the peer has not acknowledged."""
         self._owner = owner
         self._urgency = urgency
         self._on_change = on_change

@@ -68,7 +68,7 @@ class Catalogue:
     ) -> None:
         """Open the catalogue of a segment whose blocks have `layout`.
 
-        Raises TransferError unless the catalogue is inside the segment.
+        Raises TransferError if an array of `page_table` is outside the segment or not aligned.
         """
         num_pages = page_table.num_pages
         ends = (

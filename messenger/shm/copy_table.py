@@ -30,8 +30,10 @@ from mooncake.native import load_or_do_without
 log = logging.getLogger(__name__)
 
 COPY_TABLE_BYTES = 2048
-"""Bytes of the table in the segment: 16 bytes for each slot, 8 bytes for each open grant (static_assert in
-copy_table.cpp)."""
+"""Bytes of the table in the segment: 16 bytes for each slot, 8 bytes for each open grant.
+
+copy_table.cpp asserts this size.
+"""
 NUM_COPY_SLOTS = 64
 """The slots of a table: one bit each in the masks of copy_table.cpp."""
 _PID_BITS, _SERIAL_BITS = 32, 31
@@ -123,7 +125,7 @@ class CopyTable:
         busy = library.close_all(self._address)
         owners = [self.token(slot) & _PID_MASK for slot in range(NUM_COPY_SLOTS)]
         self._former: dict[int, list[Copy]] = {}
-        """Copies of the earlier life's peers that were in progress when this life began, by process."""
+        """Copies that peers of the earlier life had in progress when this life began, by process id."""
         for slot in _slots_of(busy):
             grant_id = library.copied_to(self._address, slot) - 1
             if owners[slot] and grant_id >= 0:
@@ -143,7 +145,8 @@ class CopyTable:
     def take_slot(self, pid: int) -> int | None:
         """Return a slot for a lane of the process `pid`.
 
-        Returns None if all slots are taken, or if the end of the process could not be noticed.
+        Returns None if all slots are taken, or if the process cannot be watched, so that its end would not be
+        noticed.
         """
         slot = next((slot for slot in range(NUM_COPY_SLOTS) if self._is_free(slot)), None)
         if slot is None:
@@ -207,12 +210,14 @@ class CopyTable:
 
     @property
     def former_copiers(self) -> list[int]:
-        """The processes that were copying to the pages when this life began."""
+        """The ids of the processes that were copying to the pages when this life began."""
         return list(self._former)
 
     def await_former(self, pid: int, on_quiet: Callable[[], None]) -> None:
-        """Call `on_quiet` when the copies of the earlier life's process `pid`, or the process itself, have
-        ended."""
+        """Call `on_quiet` when all copies of the earlier life's process `pid` have ended.
+
+        The end of the process ends its copies.
+        """
         self._await(self._former.get(pid, []), on_quiet)
 
     # ---------------------------------------------------------------------------------------------

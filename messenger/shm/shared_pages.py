@@ -14,13 +14,13 @@ from mooncake.messages.blocks import KVLayout
 
 
 class SharedPages:
-    """The placement of one lane's bytes in the peer's pages. The owner calls `leave` when the lane ends."""
+    """The placement of one lane's bytes in the peer's pages. The lane's outlet calls `leave` at its end."""
 
     def __init__(self, segment: memoryview, slot: CopySlot, layout: KVLayout, source: memoryview) -> None:
-        """Take `slot` of the peer's writable `segment`. The peer's blocks have `layout`; bytes come from
-        `source`.
+        """Take `slot` of the peer's writable `segment`.
 
-        Raises TransferError for a slot that is outside of the segment, or was given up meanwhile.
+        The peer's blocks have `layout`; bytes come from `source`. Raises TransferError for a slot that is
+        outside of the segment, or was given up meanwhile.
         """
         end = slot.pages_offset + slot.num_pages * slot.page_stride
         is_inside = (

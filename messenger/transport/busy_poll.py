@@ -38,7 +38,10 @@ class Backoff:
         return True
 
     def polled(self, *, was_useful: bool, late_s: float) -> None:
-        """Record the end of a busy poll, `late_s` seconds after its deadline (negative: before it)."""
+        """Record the end of a busy poll, and whether the poll found an event.
+
+        `late_s`: seconds from the poll's deadline to its end; negative if the poll ended before its deadline.
+        """
         self._is_crowded = late_s > _CROWDED_S
         if self._is_crowded:
             self._num_to_skip = min(_CROWDED_GROWTH * (self._num_to_skip + 1), _MOST_SKIPPED)
@@ -85,6 +88,8 @@ class BusyPollSelector(EpollSelector):
 
 
 def event_loop(poll_s: float) -> asyncio.SelectorEventLoop:
-    """Return an event loop that busy polls for `poll_s` seconds, for a process that other processes wait
-    for."""
+    """Return an event loop that busy polls for `poll_s` seconds before it sleeps.
+
+    Such a loop is for a process whose answers other processes wait for.
+    """
     return asyncio.SelectorEventLoop(BusyPollSelector(poll_s))

@@ -14,7 +14,7 @@ def _nothing() -> None:
 class Deadline:
     """A deadline after which `missed` is called.
 
-    As a context manager, the deadline limits the time of its body.
+    As a context manager, the deadline is set while its body runs.
     """
 
     def __init__(self, timeout_s: float, missed: Callable[[], None]) -> None:

@@ -29,17 +29,18 @@ class Exposures:
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
     ) -> list[ExposedPage]:
-        """Open pages for writes, and return their addresses and remote keys. Only if `opens_ranges`.
+        """Open pages for writes, and return their addresses and remote keys.
 
-        `on_closed` is called once, when the peer cannot write the pages any more. Raises TransferError.
+        `pages` has the number and the range of each page. `on_closed` is called once, when the peer cannot
+        write the pages any more, also if the call fails. Called only if `opens_ranges`. Raises TransferError.
         """
         raise NotImplementedError
 
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
-        """Open ranges for reads. Returns their addresses and remote keys, and a callback that closes the
-        ranges.
+        """Open ranges for reads.
 
-        Only if `opens_ranges`. Raises TransferError.
+        Returns their addresses, their remote keys, and a callback that closes the ranges. Called only if
+        `opens_ranges`. Raises TransferError.
         """
         raise NotImplementedError
 

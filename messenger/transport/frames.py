@@ -14,8 +14,7 @@ from messenger.wire.protocol import Frame, FrameReader, Side
 class Frames:
     """The frames that arrive on one side of a connection.
 
-    Methods raise ConnectionError when the connection ends, TransferError for a peer that does not speak the
-    protocol.
+    Methods raise OSError when the connection ends, TransferError for a peer that does not speak the protocol.
     """
 
     def __init__(self, stream: Stream, side: Side) -> None:
@@ -29,7 +28,10 @@ class Frames:
         return frame
 
     async def dispatch(self, handle: Callable[[], bool]) -> None:
-        """Call `handle` whenever another frame may be `ready`, until `handle` returns True."""
+        """Call `handle` whenever another frame may be `ready`, until `handle` returns True.
+
+        With TLS the call also returns when this connection's turn is over.
+        """
         if not handle():
             await self.stream.more(handle)
 

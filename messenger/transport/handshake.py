@@ -18,11 +18,11 @@ _LABELS = Labels(connecting=b"messenger sender", accepting=b"messenger receiver"
 
 
 class AuthenticationError(TransferError):
-    """The peer does not know the cluster key, or does not speak the protocol."""
+    """The peer has another cluster key, hung up, or does not speak the protocol or TLS."""
 
 
 async def read_message(frames: Frames) -> Message:
-    """Return the next message, which has no payload. Raises OSError or TransferError if none arrives."""
+    """Return the next message. Raises OSError, or TransferError, also if the message has a payload."""
     frame = await frames.next()
     if frame.payload_bytes:
         raise TransferError("a greeting came with a payload")
@@ -37,10 +37,12 @@ async def introduce(
     Args:
         frames: The frames that arrive.
         key: The cluster key.
-        introduction: What this side says of itself; its proof is made here.
-        fd: The descriptor that is passed with the introduction.
+        introduction: What this side says of itself; the proof in it is made here.
+        fd: The descriptor that is passed with the introduction; None for none.
 
-    Raises TransferError if the receiver refuses, AuthenticationError if the receiver has another key.
+    Raises OSError if the connection ends later than at the greeting. Raises TransferError if the receiver
+    refuses, hangs up at the greeting, or speaks no common version; AuthenticationError if the receiver has
+    another key.
     """
     stream = frames.stream
     connecting = ConnectingSide(key, _LABELS)
@@ -69,7 +71,8 @@ async def introduce(
 async def admit(frames: Frames, key: ClusterKey) -> Introduction:
     """Authenticate a sender, and return its introduction.
 
-    Raises AuthenticationError, or MismatchError without a common version.
+    Raises AuthenticationError; MismatchError, after telling the sender, if no version is common; OSError if
+    the sender cannot be told.
     """
     stream = frames.stream
     try:
@@ -93,7 +96,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
 
 
 async def check_introduction(stream: Stream, ours: Identity, introduction: Introduction) -> None:
-    """Check that bytes may be exchanged. Raises MismatchError, after telling the sender."""
+    """Check that bytes may be exchanged. Raises MismatchError after telling the sender, or OSError."""
     if introduction.identity is not None:
         try:
             check_identity(ours, introduction.identity)

@@ -45,7 +45,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
     """Make a context with a socket that listens at `path`, replacing a dead process's file.
 
-    Raises ConfigError if the path is in use.
+    Only this user can connect. Raises ConfigError if the path is in use, or if no socket can be made there.
     """
     with socket.socket(socket.AF_UNIX, kind) as listener:
         try:
@@ -75,8 +75,10 @@ def _remove_stale(path: str, kind: socket.SocketKind) -> None:
 
 @contextlib.contextmanager
 def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
-    """Make a context with a socket that listens at `host`:`port`. Raises ConfigError if that is
-    impossible."""
+    """Make a context with a socket that listens at `host`:`port`.
+
+    Raises ConfigError if the address is in use, or is no address of this machine.
+    """
     try:
         family, address = preferred(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except socket.gaierror as error:

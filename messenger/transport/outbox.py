@@ -11,10 +11,10 @@ from messenger.transport.stream import Stream
 
 
 class Outbox:
-    """The outgoing messages of one connection, sent in order. Messages that the kernel does not take wait
-    here.
+    """The outgoing messages of one connection, sent in order.
 
-    `on_empty` is called when all waiting messages have left. Nothing else may send over the stream.
+    Messages that the kernel does not take at once wait here. `on_empty` is called when all waiting messages
+    have left. Nothing else may send over the stream.
     """
 
     def __init__(self, stream: Stream, on_empty: Callable[[], None] = lambda: None) -> None:

@@ -37,8 +37,10 @@ class Readiness:
         self._result: asyncio.Future[Any] | None = None
 
     async def first(self, attempt: Callable[[], Result]) -> Result:
-        """Call `attempt` at the next event, and at later events, until it raises no BlockingIOError. Returns
-        the result of `attempt`."""
+        """Call `attempt` at each event until it raises no BlockingIOError, and return its result.
+
+        Raises ConnectionResetError if the socket is closed, and any other exception of `attempt`.
+        """
         if self._sock.fileno() < 0:
             raise ConnectionResetError("connection closed")
         if not self._is_registered:

@@ -28,15 +28,19 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 TURN_BYTES = 2 << 20
 """Bytes that are moved before other tasks run: half a millisecond over loopback."""
 _LEAST_BYTES = 16 * 1024
-"""The least number of bytes that a system call counts for in a turn, as small pieces take processor time
-too."""
+"""The least number of bytes that a system call counts for in a turn.
+
+Small pieces take processor time too.
+"""
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 2, 1, 3
-"""Seconds of silence before TCP probes, seconds between probes, and number of probes, after which a vanished
-host is given up."""
+"""Seconds of silence before TCP probes, seconds between probes, and the number of probes.
+
+A vanished host is given up after the last probe.
+"""
 _UNACKNOWLEDGED_MS = 1000 * _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES
 """Milliseconds without an acknowledgement by the peer's kernel after which the connection is lost."""
 _GLANCE_BYTES = 8 * 1024
-"""The most bytes that are received before a frame's head is read, as payload among them is copied twice."""
+"""The most bytes that are received beyond a frame's head: payload among them is copied twice."""
 AHEAD_BYTES = 64 * 1024 + _GLANCE_BYTES
 """Bytes of the receive buffer, from which a frame of many small blocks is taken."""
 _LARGE_BYTES = 64 * 1024
@@ -46,7 +50,7 @@ Result = TypeVar("Result")
 
 
 class Stream:
-    """A connected socket. `receive_into` and `send` move all bytes or raise ConnectionError.
+    """A connected socket. `receive_into` and `send` move all bytes or raise OSError.
 
     Each direction has one user. Received bytes go either into the stream's own buffer (`ahead`), from which
     callers take them, or straight into the caller's buffers. After a cancelled call it is unknown how many
@@ -100,7 +104,7 @@ class Stream:
             self._fd = None
 
     def shut_down(self) -> None:
-        """End both directions: waiting calls of `receive_into` and `send` get a ConnectionError."""
+        """End both directions: waiting calls of `receive_into` and `send` get an OSError."""
         with contextlib.suppress(OSError):  # already disconnected
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -175,10 +179,11 @@ class Stream:
         return num_bytes
 
     async def more(self, is_enough: Callable[[], bool]) -> None:
-        """Wait until more is `ahead` and `is_enough` returns True, or until other tasks have run.
+        """Wait until bytes have arrived in `ahead` and `is_enough` returns True. Raises OSError.
 
         `is_enough` is called whenever bytes have arrived, and may take some of them. So small frames are
-        handled immediately, without waking the waiting task.
+        handled immediately, without waking the waiting task. With TLS the call also returns when this
+        connection's turn is over: no event tells of bytes that are decrypted already.
         """
 
         def attempt() -> None:
@@ -193,8 +198,10 @@ class Stream:
         await self._first(self._readable, attempt)
 
     def has_ahead(self, num_bytes: int) -> bool:
-        """Return whether `ahead` has `num_bytes` bytes, after receiving all available bytes for which there
-        is room."""
+        """Return whether `ahead` has `num_bytes` bytes, after receiving missing bytes without waiting.
+
+        Returns False, and receives nothing, if the buffer has no room for so many bytes. Raises OSError.
+        """
         if num_bytes > AHEAD_BYTES:
             return False
         self.wanted_bytes = num_bytes
@@ -230,13 +237,15 @@ class Stream:
     def receive_now(self, buffers: Sequence[memoryview]) -> int:
         """Receive at least one byte into `buffers`, in order, and return the number of bytes.
 
-        Raises BlockingIOError if no byte is there yet.
+        Raises BlockingIOError if no byte is there yet, or another OSError.
         """
         return self.take_into(buffers) if self.num_ahead else self._receive_now(_piece(buffers))
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
-        """Receive at least one byte into `buffers`, in order, waiting if need be. Returns the number of
-        bytes."""
+        """Receive at least one byte into `buffers`, in order, and return the number of bytes.
+
+        Waits if no byte is there. Raises OSError.
+        """
         if self.num_ahead:
             return self.take_into(buffers)
         return await self._first(self._readable, lambda: self.receive_now(buffers))
@@ -259,7 +268,7 @@ class Stream:
         self.moved(num_bytes)
 
     async def receive_into(self, buffers: Sequence[memoryview]) -> None:
-        """Fill all `buffers`. Raises ConnectionError if the connection ends before."""
+        """Fill all `buffers`. Raises OSError if the connection ends before."""
         rest = list(buffers)
         while rest:
             rest = without(rest, await self.receive_some(rest))
@@ -289,7 +298,7 @@ class Stream:
     # -- out --------------------------------------------------------------------------------------
 
     async def send(self, buffers: Sequence[bytes | memoryview], fd: int | None = None) -> None:
-        """Send all of `buffers`. The descriptor `fd` travels beside their first byte."""
+        """Send all of `buffers`. The descriptor `fd` travels beside their first byte. Raises OSError."""
         rest = [memoryview(buffer) for buffer in buffers]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         while rest:

@@ -95,8 +95,10 @@ class TlsSocket:
     def recvmsg_into(
         self, buffers: Sequence[memoryview], ancillary_bytes: int
     ) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
-        """Receive into the first buffer only. Returns what `socket.recvmsg_into` returns, without ancillary
-        data."""
+        """Receive into the first buffer only, and return what `socket.recvmsg_into` returns.
+
+        There is no ancillary data.
+        """
         with _blocking():
             return self._ssl.recv_into(buffers[0]), [], 0, None
 

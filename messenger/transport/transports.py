@@ -2,9 +2,10 @@
 
 Over `shm` each side passes a descriptor of its segment once. The side that asks copies the bytes. A writer
 copies into granted pages (see messenger.shm.copy_table). A reader copies out of blocks that it finds itself
-(see messenger.shm.catalogue), or that the holder has found for it. If the writer cannot copy, the receiver
-copies out of the writer's segment. Over `tcp` the payload follows the frame and is received straight into the
-page. Over `rdma` bytes go from memory to memory, beside the connection of the frames: see messenger.rdma.
+(see messenger.shm.catalogue), or that their owner has found for the reader. If the writer cannot copy, the
+receiver copies out of the writer's segment. Over `tcp` the payload follows the frame and is received straight
+into the page, except small pieces. Over `rdma` bytes go from memory to memory, beside the connection of the
+frames: see messenger.rdma.
 
 Owns: choice of transport, opening sockets, moving one frame's bytes. Does not know: grants, acknowledgements.
 """
@@ -127,9 +128,10 @@ class Remedy(Enum):
 def paths(
     choice: TransportChoice, host_id: str, address: MessengerAddress, nics: Sequence[str]
 ) -> list[list[Path]]:
-    """Return lists of paths to `address`.
+    """Return lists of paths to `address` from the host `host_id`, whose RDMA devices are `nics`.
 
-    The paths of a list are used together. The next list is used if no path of the list works.
+    The paths of a list are used together. A list is tried if no path of the lists before it works. Raises
+    TransferError if shared memory is demanded, and `address` is on another host.
     """
     by_memory = [Path(Transport.SHM, address.unix_path)]
     by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
@@ -231,8 +233,10 @@ class Inlet:
     async def fill(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
-        """Fill `views`, and return the xxh3-64 checksums of the received layers. A view has some layers of a
-        block."""
+        """Fill `views`, and return the little-endian xxh3-64 of the layers of each view, concatenated.
+
+        A view has some layers of a block, `layer_bytes` bytes each. Raises OSError or TransferError.
+        """
         checksums = self.fill_now(sources, views, layer_bytes)
         assert checksums is not None, "an inlet that cannot fill at once has a `fill` of its own"
         return checksums
@@ -242,7 +246,8 @@ class Inlet:
     ) -> list[bytes] | None:
         """Fill `views` without waiting, and return what `fill` returns.
 
-        Returns None if that is impossible; then `fill` must be called.
+        Returns None if that is impossible; then `fill` must be called with the same arguments. Raises OSError
+        or TransferError.
         """
         raise NotImplementedError
 
@@ -290,7 +295,7 @@ class ShmInlet(Inlet):
 
 
 class TcpInlet(Inlet):
-    """The inlet that receives from the stream straight into the pages."""
+    """The inlet that receives from the stream: large views directly, small ones through its buffer."""
 
     transport, has_payload = Transport.TCP, True
 

@@ -25,7 +25,7 @@ CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
 """Bytes that are copied at a time, and hashed while still in the processor's cache."""
 _FEW_BYTES = 64 * 1024
-"""For this many bytes or fewer, neither a compiled call nor hashing in pieces pays off."""
+"""The number of bytes up to which neither a compiled call nor hashing in pieces pays off."""
 _STREAMED_BYTES = 512 * 1024
 """A copy of this many bytes or more bypasses the caches."""
 _SPIN_NS = 200_000
@@ -40,8 +40,10 @@ def prepare() -> None:
 
 
 def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
-    """Return the little-endian xxh3-64 of consecutive `layers` of `layer_bytes` bytes each, concatenated in
-    order."""
+    """Return the little-endian xxh3-64 of each of the consecutive `layers`, concatenated in order.
+
+    A layer has `layer_bytes` bytes.
+    """
     assert len(layers) % layer_bytes == 0
     native = _native() if len(layers) > _FEW_BYTES and layer_bytes > SHORT_LAYER_BYTES else None
     if native is None:
@@ -82,8 +84,8 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
 def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
     """Copy n layers, each from its address in `sources` to its address in `targets`.
 
-    Both have the shape `[n]`; the caller keeps the memory mapped. Returns the xxh3-64 of each layer, uint64
-    `[n]`. Other threads run meanwhile: all copies are one compiled call.
+    Both are int64 `[n]`; the caller keeps the memory mapped. Returns the xxh3-64 of each layer, uint64 `[n]`.
+    With compiled code, other threads run meanwhile: all copies are one call.
     """
     digests = np.empty(len(sources), np.uint64)
     native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
@@ -149,10 +151,11 @@ class LayerChecksums:
         return self._native is not None
 
     def receive(self, fd: int, num_wanted: int) -> int:
-        """Receive from a stream socket until `num_wanted` bytes have arrived, or no more arrive for a moment.
+        """Receive from a stream socket until the first `num_wanted` bytes of the block have arrived.
 
-        Returns the number of received bytes. Raises BlockingIOError or ConnectionError if no byte was
-        received.
+        The call ends earlier if no more bytes arrive for a moment, or if the block is complete. Returns the
+        number of received bytes. Raises OSError if no byte was received: BlockingIOError if none was there,
+        ConnectionError if the connection has ended.
         """
         assert self._native is not None
         num_there: int = self._native.receive_layers(

@@ -55,8 +55,10 @@ Text = Annotated[str, msgspec.Meta(max_length=2 * _MOST_CHARS)]
 
 
 def brief(text: str) -> str:
-    """Return a text, shortened to half of the length that messages allow, so that a peer can add words to
-    it."""
+    """Return a text, cut to half of the length that messages allow.
+
+    A peer can then pass the text on with words of its own.
+    """
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
@@ -73,7 +75,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """The receiver's answer to `Hello`. `proof` covers both nonces: see `handshake`.
+    """The receiver's answer to `Hello`. `proof` covers both nonces: see `mooncake.security.proofs`.
 
     `version` is the newest version that both sides speak; receivers of version 6 do not send it.
     """
@@ -156,9 +158,9 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """The announcement of a transfer, in case no write has opened it.
+    """The announcement of a transfer, in case no write has opened the transfer.
 
-    `transfer_id` is unique in its session.
+    `transfer_id` is unique in its session. `ref_text` names the request for the receiver's log.
     """
 
     transfer_id: int
@@ -211,8 +213,10 @@ class Write(msgspec.Struct, tag=True, frozen=True):
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """The end of a transfer. `reason`: why the sender gave the transfer up; None if the transfer is
-    complete."""
+    """The end of a transfer.
+
+    `reason`: why the sender gave the transfer up; None if the transfer is complete.
+    """
 
     transfer_id: int
     reason: Text | None

@@ -59,8 +59,10 @@ _HEADER = struct.Struct("<II")
 _MOST_REASON_CHARS = 200
 """The most characters of a decoder's error that are reported, as the error may quote the frame."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-"""The first bytes of a TLS alert and of a TLS handshake. Read as the length of a greeting, both are too
-large."""
+"""The first bytes of a TLS alert and of a TLS handshake.
+
+Read as the length of a greeting, both are too large.
+"""
 
 
 class Side(Enum):
@@ -118,8 +120,10 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class FrameReader:
-    """The reader of frames at one side of a connection, which checks that the protocol's table allows
-    them."""
+    """The reader of frames at one side of a connection.
+
+    The reader checks that a message may arrive in the present phase (`EXPECTED`).
+    """
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -127,12 +131,12 @@ class FrameReader:
         self._expected = EXPECTED[side, self._phase]
         self._most_meta_bytes = MAX_GREETING_BYTES
         self.wanted_bytes = _HEADER.size
-        """Bytes of the next frame that `read` needs to make progress."""
+        """The length of `data` that `read` needs to make progress."""
 
     def read(self, data: memoryview) -> Frame | None:
-        """Return the frame at the beginning of `data`, without its payload; None while `wanted_bytes` are
-        missing.
+        """Return the frame at the beginning of `data`, without its payload.
 
+        Returns None if `data` is too short; then `wanted_bytes` is the length that the next call needs.
         Raises TransferError if the peer does not speak this protocol.
         """
         if len(data) < _HEADER.size:
