@@ -60,8 +60,10 @@ def advertised(endpoint: str, bound: str) -> str:
 
 
 def preferred(found: Sequence[tuple[Any, Any, Any, Any, Any]]) -> tuple[socket.AddressFamily, str]:
-    """Return family and text of the preferred address in `found`, the results of `getaddrinfo` (at least
-    one)."""
+    """Return family and text of the preferred address in `found`, the results of `getaddrinfo`.
+
+    `found` must not be empty.
+    """
     family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     return family, str(address[0])
 

@@ -29,8 +29,10 @@ class MooncakeError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a Rust library has panicked. A panic is no Exception, and its class cannot be
-    imported."""
+    """Return whether a Rust library has panicked.
+
+    A panic is no Exception, and its class cannot be imported.
+    """
     return type(error).__name__ == "PanicException"
 
 

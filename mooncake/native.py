@@ -1,7 +1,7 @@
 """Small C++ files, compiled for this machine when they are first needed, and loaded by ctypes.
 
-A library is kept in the user's cache under a name made of its source, the headers beside it, the flags, the
-compiler and the processor, so it is compiled once a machine, and again after a change of any of these. The
+A library is kept in the user's cache. Its name is made of its source, the headers beside it, the flags, the
+compiler and the processor. So it is compiled once a machine, and again after a change of any of these. The
 compiler is `$CXX`, else `c++`.
 
 Owns: compiling, the cache. Does not know: the contents of the files.
@@ -40,10 +40,10 @@ class NoCompilerError(NativeCodeError):
 
 @functools.cache
 def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
-    """Return the compiled library of `source`, built with `FLAGS` and `flags`. Calls of the library release
-    the GIL.
+    """Return the compiled library of `source`, built with `FLAGS` and `flags`.
 
-    Raises NoCompilerError, or NativeCodeError if the file cannot be compiled, kept or loaded here.
+    Calls of the library release the GIL. Raises NoCompilerError, or NativeCodeError if the file cannot be
+    compiled, kept or loaded here.
     """
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
@@ -62,8 +62,10 @@ def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
 def load_or_do_without(
     source: Path, otherwise: str, flags: tuple[str, ...] = THIS_PROCESSOR
 ) -> ctypes.CDLL | None:
-    """Return the library of `source`. If it cannot be loaded, return None, and log a warning that begins with
-    `otherwise`."""
+    """Return the library of `source`; None if it cannot be loaded.
+
+    Then a warning is logged that begins with `otherwise`.
+    """
     try:
         return load(source, flags)
     except NativeCodeError as error:

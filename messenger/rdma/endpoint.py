@@ -1,6 +1,6 @@
 """A queue pair to one peer: writes into its memory and reads from it, driven by the event loop.
 
-Calls share the send queue: each posts a chain of requests in turn, and the device gets no further chain while
+Calls share the send queue: each posts a chain of requests in turn. The device gets no further chain while
 MAX_BYTES_IN_FLIGHT are in flight, so that a small transfer does not wait behind a large one. The device
 reports completed chains through a completion channel, whose descriptor the event loop watches.
 

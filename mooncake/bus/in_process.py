@@ -40,8 +40,10 @@ class Inbox(Generic[Incoming]):
 
 
 class InProcessLink(Generic[Outgoing, Incoming]):
-    """One end of a link within a process. The other end gets the sent object itself, so the sender must not
-    change it any more."""
+    """One end of a link within a process.
+
+    The other end gets the sent object itself, so the sender must not change it any more.
+    """
 
     def __init__(self, outgoing: Inbox[Outgoing], incoming: Inbox[Incoming]) -> None:
         self._outgoing, self._incoming = outgoing, incoming

@@ -59,15 +59,19 @@ class _Socket(Generic[Incoming]):
         self._decode = msgspec.msgpack.Decoder(incoming).decode
         self._num_in_a_row = 0
         self._arrival: asyncio.Future[None] | None = None
-        """The future for which the receiving task waits, done when a message arrives; None before the first
-        wait."""
+        """The future for which the receiving task waits; None before the first wait.
+
+        The future is done when a message arrives.
+        """
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._on_signal)
 
     def fileno(self) -> int:
-        """Return ZeroMQ's descriptor, which is edge-triggered: after each signal, read until no message is
-        left."""
+        """Return ZeroMQ's descriptor, which is edge-triggered.
+
+        After each signal, read until no message is left.
+        """
         return self._descriptor
 
     async def _frames(self) -> list[bytes]:
@@ -127,9 +131,10 @@ class _Socket(Generic[Incoming]):
 
 
 class Router(_Socket[Incoming]):
-    """A socket bound to `endpoint` for holders of `key`.
+    """A socket bound to `endpoint` for peers with `key`.
 
-    `incoming` is the union of messages that may arrive.
+    `incoming` is the union of messages that may arrive. Construction raises ConfigError if the endpoint
+    cannot be bound.
     """
 
     def __init__(self, endpoint: str, incoming: Any, key: ClusterKey) -> None:
@@ -222,8 +227,10 @@ class Dealer(_Socket[Incoming]):
 
     @property
     def num_connections(self) -> int:
-        """The number of connections to the endpoint so far, including the current one. Messages may have been
-        lost between two of them."""
+        """The number of connections to the endpoint so far, including the current one.
+
+        Messages may have been lost between two connections.
+        """
         return self._watch.num_connections
 
     def close(self, linger_s: float = 0.0) -> None:

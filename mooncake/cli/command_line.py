@@ -37,8 +37,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def add_version(self) -> None:
-        """Add the option `--version`, which prints the versions of the distribution and of the protocol
-        between nodes."""
+        """Add the option `--version`.
+
+        The option prints the versions of the distribution and of the protocol between nodes.
+        """
         text = f"%(prog)s {version('mooncake-serve')}, protocol {SPOKEN}"
         self.add_argument("--version", action="version", version=text)
 

@@ -1,10 +1,9 @@
-"""The commands of `mooncake-serve`: run this node's processes, make keys, measure this machine, operate a
-cluster.
+"""The commands of `mooncake-serve`: run a node, make keys, measure this machine, operate a cluster.
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
 `mooncake-serve keygen FILE` makes a cluster key, `mooncake-serve apikey FILE NAME` makes a client's API key,
-and `mooncake-serve profile FILE` measures this machine. `mooncake-serve drain INSTANCE`,
-`mooncake-serve role INSTANCE ROLE` and `mooncake-serve migrate INSTANCE HELPER` change a running cluster.
+and `mooncake-serve profile FILE` measures this machine. `mooncake-serve drain INSTANCE`, `mooncake-serve role
+INSTANCE ROLE` and `mooncake-serve migrate INSTANCE HELPER` change a running cluster.
 
 Owns: the command line. Does not know: keys and their values (`mooncake.config.settings`), processes
 (`mooncake.node.supervisor`).
@@ -59,7 +58,8 @@ _OPERATING = ("drain", "role", "migrate")
 def run(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit code (`EXAMPLES` explains the codes).
 
-    Raises KeyboardInterrupt after Ctrl-C, unless the command is about a running cluster.
+    Raises SystemExit with code 2 for wrong use. Raises KeyboardInterrupt after Ctrl-C, unless the command is
+    about a running cluster.
     """
     options = _parser(shows_all="--help-all" in arguments).parse_args(arguments)
     if options.command in _OPERATING:

@@ -52,7 +52,7 @@ COLUMNS = "| key | values | default | meaning |\n|---|---|---|---|\n"
 
 
 def page() -> str:
-    """Return the page in Markdown: the keys that stand alone, then a section for each group."""
+    """Return docs/configuration.md: the keys outside all sections, then a section for each group of keys."""
     sections = [HEAD, "## General\n\n" + _table(Config, ())]
     for name, field in Config.model_fields.items():
         if _is_group(field):

@@ -1,6 +1,7 @@
 """The entry point of `mooncake-serve`.
 
-Owns: Ctrl-C before anything runs. Does not know: commands (`mooncake.cli.commands`).
+Owns: the exit code after Ctrl-C, also while commands are being imported. Does not know: commands
+(`mooncake.cli.commands`).
 """
 
 import sys

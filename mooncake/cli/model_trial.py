@@ -24,8 +24,10 @@ from mooncake.errors import ModelError, is_panic
 _MAX_CPU_S = 10
 _MAX_BYTES = 1 << 30
 _DEADLINE_S = 300.0
-"""Seconds after which a trial is killed, however little processor time it has used: far more than a trial
-takes on a busy machine."""
+"""Seconds after which a trial is killed, however little processor time it has used.
+
+A trial takes far less on a busy machine.
+"""
 _GREETING = [{"role": "user", "content": "Hello"}]
 _TEXT = "Hello, you! " * 100
 _TEMPLATE = "its chat template takes more than {} for one greeting"
@@ -33,12 +35,11 @@ _TOKENIZER = f"its tokenizer takes more than {{}} for a text of {len(_TEXT):,} c
 
 
 def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: int = _MAX_CPU_S) -> None:
-    """Render a greeting with each template, and encode and decode a text as `tokenizer` does, in a process
-    with limits.
+    """Render a greeting with each template, and encode and decode a text, in a process with limits.
 
-    `tokenizer` is a tokenizer.json; a missing or damaged file is ignored here. Raises ModelError if the
-    programs take more than `max_cpu_s` seconds of processor time, or too much memory, or if they cannot be
-    tried.
+    `tokenizer` is a tokenizer.json that says how the text is encoded and decoded; a missing or damaged file
+    is ignored here. Raises ModelError if the programs take more than `max_cpu_s` seconds of processor time,
+    or too much memory, or if they cannot be tried.
     """
     if not templates and tokenizer is None:
         return
@@ -95,8 +96,10 @@ def _render(templates: Sequence[str]) -> None:
 
 
 class _Steps(msgspec.Struct):
-    """The steps of a tokenizer.json around the vocabulary: from a text to the pieces that are looked up, and
-    from tokens back to a text."""
+    """The steps of a tokenizer.json around the vocabulary.
+
+    They lead from a text to the pieces that are looked up, and from tokens back to a text.
+    """
 
     normalizer: Any = None
     pre_tokenizer: Any = None

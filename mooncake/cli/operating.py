@@ -62,7 +62,7 @@ class UnansweredError(MooncakeError):
 class AdminClient:
     """A client of the routes below `/admin/instances` of the front at `url`.
 
-    `key`: an admin's API key, if the front needs one.
+    `key`: an admin's API key, if the front needs one. Construction raises MooncakeError for an invalid URL.
     """
 
     def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
@@ -90,10 +90,9 @@ class AdminClient:
         self._ask("POST", f"/instances/{quote(name, safe='')}/drain", force=force)
 
     def change_role(self, name: str, role: Role, *, force: bool) -> None:
-        """Order an instance to switch its role; with `force` even if it is the last one for prefill or for
-        decode.
+        """Order an instance to switch its role. Raises MooncakeError.
 
-        Raises MooncakeError.
+        With `force` the order holds even if the instance is the last one for prefill or for decode.
         """
         self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
 
@@ -233,8 +232,8 @@ def _wait(
     `goes_on` is the text for an interrupted wait. `shown` returns the present step and a count for the
     display. Returns the exit code.
 
-    An instance that is not registered has not left or been lost for that reason if another Conductor has just
-    taken over.
+    If another Conductor has just taken over, an instance that is not registered yet counts neither as left
+    nor as lost.
     """
     epoch, registered_by_s = client.instances().epoch, -math.inf
     order()

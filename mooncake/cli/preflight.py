@@ -115,8 +115,7 @@ def _check_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def _template_in(directory: Path) -> object:
-    """Return the chat template of a Hugging Face directory, or its list of templates; None if it has no
-    template."""
+    """Return the chat template of a Hugging Face directory, or its list of templates; None without one."""
     own, configuration = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if own.is_file():
         with opened(own, MAX_TEMPLATE_BYTES) as file:

@@ -191,8 +191,10 @@ def _time(seconds: float) -> str:
 
 
 def draw(made: Profile, path: Path) -> bool:
-    """Draw measured points over the fitted lines into `path`. Returns False if matplotlib is not
-    installed."""
+    """Draw measured points over the fitted lines into `path`.
+
+    Returns False if matplotlib is not installed.
+    """
     try:
         import matplotlib
 

@@ -15,7 +15,7 @@ EtcdUrl = Annotated[str, Field(pattern=URL)]
 
 
 class ClusterConfig(Section):
-    """Standby conductors, by an etcd of yours."""
+    """Standby conductors: which conductor leads is decided through your own etcd."""
 
     etcd_endpoints: Annotated[list[EtcdUrl], BeforeValidator(split_values)] = Field(
         [],

@@ -46,8 +46,10 @@ class Section(BaseModel):
 
 
 def split_values(value: object) -> object:
-    """Return the list of values in the comma-separated string of a flag or variable; any other value
-    unchanged."""
+    """Return the list of values in the comma-separated string of a flag or variable.
+
+    Any other value is returned unchanged.
+    """
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
@@ -163,7 +165,7 @@ class KVCacheConfig(Section):
 
 
 class WorkerConfig(Section):
-    """How an instance computes."""
+    """The computation of an instance: device, threads, prefill passes, decode batch."""
 
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N")
     tensor_parallel: int = Field(

@@ -44,12 +44,13 @@ _LISTENED_AT = {
     "messenger.hosts": "messenger.listen_hosts",
     "pipeline.endpoints": "pipeline.listen_endpoint",
 }
-"""The keys with the addresses at which this node listens, by the keys with the addresses that other nodes are
-told."""
+"""The keys of listening addresses, by the keys of the addresses that other nodes are told."""
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD", "MOONCAKE_CPU_KERNELS"})
-"""Environment variables that are no keys: one that a supervisor sets for its children, and one of the CPU's
-kernels."""
+"""Environment variables that are no keys.
+
+A supervisor sets one for its children, the CPU's kernels read the other.
+"""
 
 
 class Config(Section):
@@ -112,13 +113,15 @@ class Config(Section):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this node is a cluster of its own: it shares no cluster key with other nodes."""
+        """Whether this node is a cluster of its own, without nodes with which to share a cluster key."""
         return self.role in ("all", "pool")
 
     @property
     def cluster_address(self) -> str:
-        """The address that all nodes of this cluster share, and no other cluster has: etcd's with the prefix,
-        or the Conductor's."""
+        """The address that all nodes of this cluster share, and no other cluster has.
+
+        It is etcd's with the prefix, or the Conductor's.
+        """
         if self.cluster.has_standbys:
             return ",".join(sorted(self.cluster.etcd_endpoints)) + self.cluster.etcd_prefix
         return self.conductor.endpoint
@@ -200,8 +203,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_told(self) -> "Config":
-        """Refuse addresses that stand for all addresses of a machine, such as 0.0.0.0, where other nodes are
-        told how to reach this node."""
+        """Refuse addresses such as 0.0.0.0 where other nodes are told how to reach this node.
+
+        They stand for all addresses of a machine.
+        """
         if self.role == "all":
             return self
         conductor = self.conductor

@@ -21,8 +21,10 @@ class ConductorDealer(Dealer[Incoming]):
 
     @property
     def least_epoch(self) -> int:
-        """The epoch of the leader. A Conductor with a lower epoch does not lead any more, and is not
-        obeyed."""
+        """The epoch of the leader; 0 while no leader is known.
+
+        A Conductor with a lower epoch does not lead any more, and is not obeyed.
+        """
         return 0 if self._leader is None else self._leader.epoch
 
     num_queued = 0

@@ -22,11 +22,16 @@ ANSWER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 5.0
 """Seconds for an answer about state, which may be large, and which etcd may be slow to write to its disk."""
 SILENCE_S = 10.0
-"""Seconds of silence after which a watch is begun again, as a broken network does not close a connection.
-If the member does not answer then, the next member is asked."""
+"""Seconds of silence after which a watch is begun again.
+
+A broken network does not close a connection. If the member does not answer then, the next member is asked.
+"""
 _NO_ANSWER = (httpx.HTTPError, ssl.SSLError)
-"""The errors that count as no answer. A member that demands our certificate sends an alert after the TLS 1.3
-handshake. httpx passes the SSLError of this alert on as it is."""
+"""The errors that count as no answer.
+
+A member that demands our certificate sends an alert after the TLS 1.3 handshake. httpx passes the SSLError of
+this alert on as it is.
+"""
 _UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
 _OLD_LOGIN = "revision of auth store is old"
 _REFUSALS = ("authentication", "permission denied", "user name is empty")
@@ -85,8 +90,10 @@ class Etcd:
     # All methods below raise UnreachableError and RefusedError.
 
     async def grant(self, lease: int, ttl_s: int) -> None:
-        """Grant the lease with this number, unless it exists. etcd may raise the time to live to its own
-        minimum."""
+        """Grant the lease with this number, unless it exists.
+
+        etcd may raise the time to live to its own minimum.
+        """
         with contextlib.suppress(_ExistsError):
             await self._ask("lease/grant", {"ID": lease, "TTL": ttl_s})
 
@@ -101,8 +108,10 @@ class Etcd:
         await self._ask("lease/revoke", {"ID": lease})
 
     async def create(self, key: bytes, value: bytes, lease: int) -> None:
-        """Create a key that exists as long as the lease does, unless the key exists already. Raises
-        LeaseLostError."""
+        """Create a key that exists as long as the lease does, unless the key exists already.
+
+        Raises LeaseLostError.
+        """
         if int((await self._ask("kv/range", {"key": key, "count_only": True})).get("count", 0)):
             return  # a full etcd refuses even a transaction without effect
         absent = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
@@ -112,14 +121,13 @@ class Etcd:
     async def change(
         self, values: Mapping[bytes, bytes | None], guard: bytes, revision: int, lease: int
     ) -> tuple[bool, int]:
-        """Put the keys of `values`, or delete those whose value is None, all at once, if the key `guard` has
-        not changed.
+        """Put keys, or delete them, all at once, if the key `guard` has not changed.
 
         Each change puts the guard too, under `lease`. So a change whose answer was lost is carried out before
         the next change, or never. Raises LeaseLostError.
 
         Args:
-            values: At most 127 keys.
+            values: At most 127 keys with their values; None deletes the key.
             guard: A key that only these changes write.
             revision: etcd's revision of the latest known change of the guard; 0 before the first.
             lease: The lease of the guard.
@@ -143,8 +151,10 @@ class Etcd:
         return False, int(found[0]["mod_revision"]) if found else 0
 
     async def page(self, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """Return the next `limit` keys behind `after` that begin with `prefix` + `/`, in order, with their
-        values; fewer only if no more are left."""
+        """Return the next `limit` keys behind `after` that begin with `prefix` + `/`, with their values.
+
+        The keys are in order. There are fewer only if no more are left.
+        """
         wanted = {"key": after + b"\0", "range_end": prefix + bytes([ord("/") + 1]), "limit": limit}
         answer = await self._ask("kv/range", wanted, STATE_TIMEOUT_S)
         return [(_bytes(kv["key"]), _bytes(kv.get("value", ""))) for kv in answer.get("kvs", ())]

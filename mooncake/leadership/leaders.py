@@ -19,8 +19,10 @@ from mooncake.leadership.etcd import Etcd, FirstKey, RefusedError, UnreachableEr
 from mooncake.versions import Versions
 
 CONDUCTORS = "conductors"
-"""The prefix of the Conductors' keys, behind the cluster's prefix. The Conductor with the oldest key
-leads."""
+"""The prefix of the Conductors' keys, behind the cluster's prefix.
+
+The Conductor with the oldest key leads.
+"""
 RETRY_S = 0.5
 """Seconds between two tries to reach etcd."""
 log = logging.getLogger(__name__)
@@ -56,8 +58,10 @@ class Fit(msgspec.Struct, frozen=True):
     """The id of the cluster key."""
 
     def difference(self, theirs: "Fit") -> str:
-        """Return a text about how another Conductor differs from this one; empty if each can take over from
-        the other."""
+        """Return a text about how another Conductor differs from this one.
+
+        The text is empty if each can take over from the other.
+        """
         if self.key_id != theirs.key_id:
             return f"has another cluster key: {theirs.key_id}, here it is {self.key_id}"
         if self.versions.common(theirs.versions) is None:
@@ -79,8 +83,10 @@ class Candidate(msgspec.Struct, frozen=True):
     """The properties that must fit; None from a release that does not send them."""
 
     def check_beside(self, leader: "Candidate") -> None:
-        """Raise ConfigError if the fronts and workers of `leader` would refuse this Conductor as its
-        successor."""
+        """Check that the fronts and workers of `leader` would accept this Conductor as its successor.
+
+        Raises ConfigError.
+        """
         if self.fit is None or leader.fit is None:
             return
         if difference := self.fit.difference(leader.fit):
@@ -88,8 +94,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidate_of(key: FirstKey) -> Candidate:
-    """Return the Conductor that has this key. Raises RefusedError if the value of the key is no
-    Conductor's."""
+    """Return the Conductor that has this key.
+
+    Raises RefusedError if the value of the key is no Conductor's.
+    """
     try:
         return msgspec.json.decode(key.value, type=Candidate)
     except msgspec.MsgspecError as error:
@@ -134,10 +142,10 @@ class Leaders:
 
 @contextlib.asynccontextmanager
 async def following(cluster: ClusterConfig, conductor: ConductorConfig) -> AsyncIterator[Leaders]:
-    """Make a context in which the leaders of the cluster are followed. Without etcd the configured Conductor
-    leads.
+    """Make a context in which the leaders of the cluster are followed.
 
-    Raises ConfigError for unusable files, and if etcd refuses this node at the start.
+    Without etcd the configured Conductor leads. Raises ConfigError, in an ExceptionGroup, for unusable files,
+    and if etcd refuses this node at the start.
     """
     if not cluster.has_standbys:
         yield Leaders(Leader(conductor.endpoint))

@@ -19,8 +19,10 @@ from mooncake.leadership.etcd import Etcd, LeaseLostError, RefusedError, Unreach
 from mooncake.leadership.leaders import RETRY_S
 
 WRITERS = "writers"
-"""The prefix, behind the cluster's prefix, of the keys that guard the order of changes: one key for each
-leader."""
+"""The prefix, behind the cluster's prefix, of the keys that guard the order of changes.
+
+There is one key for each leader.
+"""
 MAX_KEYS = 100
 """The most keys in one change, which is one transaction of etcd.
 
@@ -67,11 +69,11 @@ class StateKeys:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Make a context in which the caller may make changes. Callers get their turns one after the other,
-        in the order of their calls.
+        """Make a context in which the caller may make changes.
 
-        Raises NotStoredError if a change of an earlier caller has failed late during the wait: otherwise the
-        waits of all callers would add up.
+        Callers get their turns one after the other, in the order of their calls. Raises NotStoredError if a
+        change of an earlier caller has failed late during the wait: otherwise the waits of all callers would
+        add up.
         """
         num_late = self._num_late
         async with self._changing:

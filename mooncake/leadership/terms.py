@@ -1,8 +1,8 @@
 """The terms of Conductors: how a Conductor becomes the leader, and for how long.
 
 Without etcd a Conductor leads from its start to its end. With etcd it leads when its key is the oldest of all
-Conductors' keys, until its lease in etcd has expired. While etcd does not answer nothing changes: a leader
-goes on, and no other one follows it.
+Conductors' keys, until its lease in etcd has expired. While etcd does not answer, nothing changes: a leader
+goes on, and no other Conductor takes its place.
 
 Owns: the lease of this process in etcd. Does not know: what a leader does, how others find it
 (`mooncake.leadership.leaders`).
@@ -80,7 +80,8 @@ async def leading(
         on_wait: Called with what this process waits for, whenever that changes.
 
     Raises LeadershipLostError if the lease expires during the wait. Raises ConfigError for unusable files, if
-    etcd refuses this process, and if the process does not fit the Conductor that leads.
+    etcd refuses this process, and if the process does not fit the Conductor that leads. With etcd, these
+    errors and those of the context's body may be in an ExceptionGroup.
     """
     if not cluster.has_standbys:
         yield Term(life)

@@ -40,10 +40,9 @@ class Replicate(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropCopies(msgspec.Struct, tag=True, frozen=True):
-    """Order to drop the blocks of `keys` that are neither in use nor pinned, as other instances hold them
-    too.
+    """Order to drop those blocks of `keys` that are neither in use nor pinned. Needs no answer.
 
-    Needs no answer.
+    Other instances hold these blocks too.
     """
 
     keys: list[BlockKey]

@@ -68,8 +68,10 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, first_layer=layers.start, num_layers=len(layers))
 
     def of_heads(self, heads: range) -> "KVLayout":
-        """Return the layout of the shard with these heads of the model. Raises ValueError for an empty
-        range."""
+        """Return the layout of the shard with these heads of the model.
+
+        Raises ValueError for an empty range.
+        """
         return msgspec.structs.replace(self, first_head=heads.start, num_kv_heads=len(heads))
 
     def positions(self, layers: range) -> range:
@@ -135,7 +137,7 @@ def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -
 def client_salt(cache_salt: str | None) -> str:
     """Return the salt for `root_key` of a client without an API key.
 
-    No `cache_salt` can make it equal to the salt of an API key.
+    No `cache_salt` makes this salt equal to the salt of an API key.
     """
     return f"salt:{cache_salt}" if cache_salt else ""
 

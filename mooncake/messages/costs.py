@@ -15,14 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 TBT_SLO_SHARE = 0.8
-"""The largest share of a TBT SLO that a predicted iteration may take, including the prompt tokens or the
-pause that are added to the iteration."""
+"""The largest share of a TBT SLO that a predicted iteration may take.
+
+Prompt tokens or a pause that are added to the iteration count too.
+"""
 TBT_MARGIN = 0.1
-"""The margin that predictions keep below a TBT SLO: this share of the time that the requests in a batch add
-to an iteration."""
+"""The margin that predictions keep below a TBT SLO.
+
+It is a share of the time that the requests in a batch add to an iteration.
+"""
 TBT_SHARE = 0.1
-"""The share of gaps that count as a request's longest: TBT is the mean of the longest gaps (Mooncake,
-FAST'25, section 5.1)."""
+"""The share of gaps that count as a request's longest.
+
+TBT is the mean of the longest gaps (Mooncake, FAST'25, section 5.1).
+"""
 
 _WAIT_DEVIATIONS = 2.0
 """Standard deviations that are added to the mean in the prediction of a wait for a batch slot."""
@@ -93,10 +99,10 @@ def batch_share(num_requests: float, max_batch: float) -> BatchShare:
 
 
 class Costs(NamedTuple):
-    """The coefficients of a cost in seconds: the constant part, and what each unit of the first and of the
-    second quantity adds.
+    """The coefficients of a cost in seconds: a constant, and what a unit of each of two quantities adds.
 
-    The quantities of a prefill are tokens and pairs; of an iteration, requests and KV tokens.
+    The quantities of a prefill are tokens, and pairs of a token and an earlier token; of an iteration,
+    requests and KV tokens.
     """
 
     constant_s: float
@@ -104,7 +110,7 @@ class Costs(NamedTuple):
     second_s: float
 
     def seconds(self, first: float, second: float) -> float:
-        """Return the seconds for two quantities: tokens and pairs, or requests and tokens."""
+        """Return the seconds for two quantities: tokens and token pairs, or requests and KV tokens."""
         return self.constant_s + first * self.first_s + second * self.second_s
 
 
@@ -121,8 +127,10 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 
 class Point(NamedTuple):
-    """A measured duration with two quantities: new and cached tokens of a prefill, or requests and KV tokens
-    of an iteration."""
+    """A measured duration with two quantities.
+
+    They are new and cached tokens of a prefill, or requests and KV tokens of an iteration.
+    """
 
     first: float
     second: float
@@ -161,8 +169,11 @@ def fit(points: Sequence[Point]) -> Costs:
 
 
 def _least_squares(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the factors of three features, none negative, with which each point's sum is nearest to 1:
-    float64 `[3]`. `weights` has the weight of each point's squared error."""
+    """Return the factors of three features, none negative: float64 `[3]`.
+
+    With these factors each point's sum is nearest to 1. `weights` has the weight of each point's squared
+    error.
+    """
     roots = np.sqrt(weights)
     used = np.ones(3, np.bool_)
     while True:

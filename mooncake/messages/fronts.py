@@ -52,12 +52,11 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """The order to take over a request of an earlier Conductor, and to continue it behind the output that the
-    front has.
+    """The order to take over a request of an earlier Conductor.
 
-    Sent once to each new Conductor, for every request that has not ended for the front. Answered as `Submit`
-    is. A request that the new Conductor has already is not changed. `waited_s`: seconds since the request was
-    submitted.
+    The new Conductor continues the request behind the output that the front has. The order is sent once to
+    each new Conductor, for every request that has not ended for the front. Answered as `Submit` is. A request
+    that the new Conductor has already is not changed. `waited_s`: seconds since the request was submitted.
     """
 
     request: Request
@@ -65,10 +64,10 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """The end of a request whose client has gone, or needs no more output. Nothing more is sent for the
-    request.
+    """The end of a request whose client has gone, or needs no more output.
 
-    `num_output_tokens`: the number of tokens that have arrived at the front.
+    Nothing more is sent for the request. `num_output_tokens`: the number of tokens that have arrived at the
+    front.
     """
 
     request_id: str
@@ -78,9 +77,10 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 class Continue(msgspec.Struct, tag=True, frozen=True):
     """The order to run a request again behind the output that the front has.
 
-    A front sends it in answer to `Interrupted`. It also sends it unasked if tokens in the middle of the
-    output are missing, and repeats it until the tokens come. In that case `attempt` is the latest attempt
-    whose tokens have come, and the Conductor ignores the message if the request has another attempt by now.
+    A front sends this order in answer to `Interrupted`. If tokens in the middle of the output are missing,
+    the front sends the order unasked, and repeats it until the tokens come. Then `attempt` is the latest
+    attempt whose tokens have come, and the Conductor ignores the order if the request has another attempt by
+    now.
     """
 
     request: Request
@@ -88,10 +88,10 @@ class Continue(msgspec.Struct, tag=True, frozen=True):
 
 
 class KeepContext(msgspec.Struct, tag=True, frozen=True):
-    """The order to pin the blocks of a context cache for `ttl_s` seconds, on any instance that has or gets
-    them. Needs no answer.
+    """The order to pin the blocks of a context cache for `ttl_s` seconds. Needs no answer.
 
-    A later message with the same `context_id` replaces this one.
+    The blocks are pinned on any instance that has them or gets them. A later message with the same
+    `context_id` replaces this one.
     """
 
     context_id: str
@@ -109,8 +109,10 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
     """The first message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
     oldest_version: int = msgspec.field(name="protocol_version")
-    """The oldest version of these messages that the front speaks. On the wire the field keeps the name that
-    release 27 knows."""
+    """The oldest version of these messages that the front speaks.
+
+    On the wire the field keeps the name that release 27 knows.
+    """
     fingerprint: str
     epoch: int = 0
     """The epoch of the Conductor whose state the front has; 0 before the first one."""
@@ -136,8 +138,10 @@ class InFlight(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unknown(msgspec.Struct, tag=True, frozen=True):
-    """The report that the Conductor does not have these requests: a break of the connection has lost the
-    message that began or ended each of them."""
+    """The report that the Conductor does not have these requests.
+
+    A break of the connection has lost the message that began or ended each of them.
+    """
 
     request_ids: list[str]
 
@@ -160,11 +164,15 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     While there is no pair it keeps its last value, which is 0 before the first pair.
     """
     prefill_costs: Costs | None = None
-    """The learned mean costs of the prefill instances, or, without any, of the instances that inline prompts;
-    None without either."""
+    """The learned mean costs of the prefill instances; None if no instance computes prompts.
+
+    Without prefill instances the mean is taken over the instances that inline prompts.
+    """
     known: bool = True
-    """False for a front that the Conductor did not know, or had given up: the Conductor has none of the
-    front's requests."""
+    """Whether the Conductor knew the front, and had not given it up.
+
+    If not, the Conductor has none of the front's requests.
+    """
     num_draining: dict[Role, Count] = {}
     """Registered instances of each role that take no requests."""
     num_instances: Count = 0
@@ -211,11 +219,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):
-    """The report that a request whose output may have begun needs another pair, because its pair has failed
-    or is lost.
+    """The report that a request whose output may have begun needs another pair.
 
-    The front answers with `Continue`, or with `Cancel` if nothing more is wanted. The Conductor repeats the
-    message until it is answered.
+    Its pair has failed or is lost. The front answers with `Continue`, or with `Cancel` if nothing more is
+    wanted. The Conductor repeats the message until it is answered.
     """
 
     request_id: str

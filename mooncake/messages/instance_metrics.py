@@ -1,5 +1,6 @@
-"""Heartbeats as Prometheus metrics: of all instances on the Conductor's /metrics, of one instance on its own
-listener.
+"""Heartbeats as Prometheus metrics.
+
+The Conductor's /metrics has those of all instances, an instance's own listener those of the instance.
 
 Owns: these metrics' names and labels. Does not know: scrapers, how a heartbeat arrived.
 """
@@ -57,8 +58,10 @@ class Family:
 
     @property
     def text(self) -> str:
-        """The lines of the metric. A metric without samples has lines too, so that its name can be looked
-        up."""
+        """The lines of the metric.
+
+        A metric without samples has lines too, so that its name can be looked up.
+        """
         return self._head + "".join(self._lines)
 
 

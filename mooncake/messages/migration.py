@@ -53,14 +53,13 @@ class PreCopy(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Order to the destination of a migration: reserve slot and pages for a running request, and get its
-    KVCache.
+    """Order to the destination of a migration: reserve slot and pages for a request, and get its KVCache.
 
-    The destination fetches the full blocks of `request`, output so far included, from the source's pool
-    (`shards`), as far as its own pool lacks them, and loads them to its device. The request gets a slot of
-    the batch and pages, and is not decoded yet. The order is repeated with a longer output in each round of
-    copies. Answered by `Prepared`, or by `WorkFailed` if there is no room or the blocks do not arrive within
-    `timeout_s` seconds.
+    The request runs at the source. The destination fetches the full blocks of `request`, output so far
+    included, from the source's pool (`shards`), as far as its own pool lacks them, and loads them to its
+    device. The request gets a slot of the batch and pages, and is not decoded yet. The order is repeated with
+    a longer output in each round of copies. Answered by `Prepared`, or by `WorkFailed` if there is no room or
+    the blocks do not arrive within `timeout_s` seconds.
     """
 
     ref: Ref
@@ -95,11 +94,10 @@ class TakeOver(msgspec.Struct, tag=True, frozen=True):
 
 
 class PreCopied(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `PreCopy`: the full blocks of prompt and `output` are in the source's pool, as far as the
-    pool had room.
+    """Answer to `PreCopy`: the source's pool has the full blocks of prompt and `output`.
 
-    `output` are all tokens that were drawn for the request, in earlier attempts too. The newest token has no
-    KVCache yet.
+    Blocks for which the pool had no room are missing. `output` are all tokens that were drawn for the
+    request, in earlier attempts too. The newest token has no KVCache yet.
     """
 
     ref: Ref
@@ -107,8 +105,10 @@ class PreCopied(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Prepare`: the request has a slot, and the KVCache of its first `num_tokens` tokens is
-    loaded."""
+    """Answer to `Prepare`: the request has a slot.
+
+    The KVCache of its first `num_tokens` tokens is loaded.
+    """
 
     ref: Ref
     num_tokens: Count
@@ -179,9 +179,11 @@ class ModuleKind(StrEnum):
 
 
 class ModulesPart(msgspec.Struct, frozen=True):
-    """A part of a model or its KVCache that a helper can have: `layers`, the last `num_heads` KV heads of all
-    layers, or the first `share` of the pages of each sequence. At most one of the three is given; a part
-    without any is empty."""
+    """A part of a model or its KVCache that a helper can have.
+
+    The part is `layers`, the last `num_heads` KV heads of all layers, or the first `share` of the pages of
+    each sequence. At most one of the three is given; a part without any is empty.
+    """
 
     num_heads: Count = 0
     layers: LayerRange | None = None
@@ -241,8 +243,10 @@ class ModulesPlace(msgspec.Struct, frozen=True):
     is_moving: bool = False
     """Whether the order is being carried out, or modules return because the helper is lost or slow."""
     error: str = ""
-    """The reason why the latest order was not carried out, or why modules have returned without an order;
-    else empty."""
+    """The reason for modules that are not where the latest order wants them; else empty.
+
+    The order was not carried out, or modules have returned without an order.
+    """
     num_device_pages: Count | None = None
     """The present number of the instance's device pages; None: the registered number."""
 
@@ -253,10 +257,9 @@ class ModulesPlace(msgspec.Struct, frozen=True):
 
 
 class PlaceModules(msgspec.Struct, tag=True, frozen=True):
-    """Order to a decode instance: move `part` to a helper. An empty `part` is the order to move all modules
-    back.
+    """Order to a decode instance: move `part` to a helper.
 
-    `ModulesPlace` with this number reports the result.
+    An empty `part` is the order to move all modules back. `ModulesPlace` with this number reports the result.
     """
 
     epoch: int
@@ -268,8 +271,11 @@ class PlaceModules(msgspec.Struct, tag=True, frozen=True):
 
 
 MOVE_OUTCOMES = ("moved", "back", "slow", "lost", "refused")
-"""The outcomes of moves. `moved`: modules are at the helper. `back`: they are back by order. `slow`, `lost`:
-they are back because the helper was slow, or was lost. `refused`: no module has moved."""
+"""The outcomes of moves.
+
+`moved`: modules are at the helper. `back`: they are back by order. `slow`, `lost`: they are back because the
+helper was slow, or was lost. `refused`: no module has moved.
+"""
 PAUSE_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 """The upper bounds in seconds of the buckets of pauses; a last bucket has longer ones."""
 
@@ -282,6 +288,8 @@ class MovesStats(msgspec.Struct, frozen=True):
     copied_bytes: Count = 0
     """The bytes of KVCache copied by moves, in both directions."""
     num_pauses: list[Count] = []
-    """The number of pauses between two iterations by duration: a bucket for each of `PAUSE_BOUNDS_S`, and one
-    for longer pauses."""
+    """The number of pauses between two iterations, by duration.
+
+    There is a bucket for each of `PAUSE_BOUNDS_S`, and one for longer pauses.
+    """
     pause_s: Seconds = 0.0

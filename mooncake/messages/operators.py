@@ -1,7 +1,7 @@
 """The messages of operators, who take instances out of service, change roles, move requests and modules.
 
-Fronts pass them on (`conductor.front.routes.admin`). An order is answered under its number, so that several
-operators may order at once.
+Fronts pass these messages on (`conductor.front.routes.admin`). An order is answered under its number, so that
+several operators may order at once.
 
 Owns: this vocabulary. Does not know: who may order, how an instance drains.
 """
@@ -100,8 +100,10 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class Ordered(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Drain`, `ChangeRole` and `MoveModules`: the present status of the instance, or the
-    reason of a refusal."""
+    """Answer to `Drain`, `ChangeRole` and `MoveModules`.
+
+    `refusal`: the reason of a refusal; empty if the order is accepted.
+    """
 
     order: Count
     status: InstanceStatus | None
@@ -119,8 +121,10 @@ class InstanceList(msgspec.Struct, tag=True, frozen=True):
 
 
 class Migrates(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Migrate`: source and destination of the begun migration, or the reason why none has
-    begun."""
+    """Answer to `Migrate`: source and destination of the begun migration.
+
+    `refusal`: the reason why none has begun; else empty.
+    """
 
     order: Count
     source: str | None = None

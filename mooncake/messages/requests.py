@@ -36,8 +36,10 @@ class HeldStep(StrEnum):
     PROMPT = "prompt"
     """The prefill instance has the prompt, and will report its first token, even if it has done so before."""
     RESERVED = "reserved"
-    """The decode instance has pages for the prompt, or waits for them; another instance computes the
-    prompt."""
+    """The decode instance has pages for the prompt, or waits for them.
+
+    Another instance computes the prompt.
+    """
     INLINED = "inlined"
     """The decode instance computes the prompt itself, or is about to."""
     DECODING = "decoding"
@@ -76,8 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     grammar: str = ""
     """The grammar that the whole output follows (`mooncake.model.grammar`); empty for none."""
     num_logprobs: int | None = None
-    """The number of likeliest tokens whose logprobs are reported beside the drawn token's; None: no
-    logprobs."""
+    """The number of likeliest tokens whose logprobs are reported; None: no logprobs at all.
+
+    The drawn token's logprob is reported beside them.
+    """
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

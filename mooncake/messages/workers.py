@@ -1,7 +1,7 @@
 """The messages between workers and the Conductor, over ZeroMQ.
 
-All are msgspec structs, sent as one msgpack frame each; the struct's name is its tag. Work is named by a
-`Ref` (the Conductor's epoch, the request, the attempt), and a worker's socket identity carries its
+All messages are msgspec structs, sent as one msgpack frame each; the struct's name is its tag. Work is named
+by a `Ref` (the Conductor's epoch, the request, the attempt), and a worker's socket identity carries its
 incarnation, so late messages are recognised. `docs/request-path.md` shows their order in a request's life.
 Fronts have messages of their own (`mooncake.messages.fronts`).
 
@@ -72,8 +72,10 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """The first message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
 
     oldest_version: int = msgspec.field(name="protocol_version")
-    """The oldest version that the worker speaks. On the wire the field keeps the name that release 27
-    knows."""
+    """The oldest version that the worker speaks.
+
+    On the wire the field keeps the name that release 27 knows.
+    """
     instance: str
     incarnation: int
     role: Role
@@ -91,14 +93,20 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     can_decode: bool = True
     """Whether all layers are on the instance's device, so that it may get a role that decodes."""
     epoch: int = 0
-    """The epoch of the Conductor with which this life of the instance was registered before; 0 for none. The
-    same Conductor refuses the registration, as a break of the connection may have swallowed orders."""
+    """The epoch of the Conductor with which this life of the instance was registered before; 0 for none.
+
+    The same Conductor refuses the registration, as a break of the connection may have swallowed orders.
+    """
     held: list[Held] = []
-    """The requests that the Conductor with this `epoch` has placed, and with which the instance goes on
-    unless it is told to stop."""
+    """The requests of the Conductor with this `epoch` with which the instance goes on.
+
+    It goes on unless it is told to stop.
+    """
     num_connections: Count = 1
-    """The number of the worker's connections to Conductors so far. A registration repeated over another
-    connection is refused, too."""
+    """The number of the worker's connections to Conductors so far.
+
+    A registration repeated over another connection is refused, too.
+    """
     modules: ModulesSupport = ModulesSupport()
     newest_version: int | None = None
     """The newest version that the worker speaks; None: the oldest one."""
@@ -127,8 +135,10 @@ class Returning(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """The report that the worker stops now, so that its requests are placed on other instances. Needs no
-    answer."""
+    """The report that the worker stops now. Needs no answer.
+
+    Its requests are placed on other instances.
+    """
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
@@ -217,8 +227,10 @@ class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
-    """The refusal of an instance or front that does not fit this cluster. Its process ends with `message`, or
-    may retry if `retryable`."""
+    """The refusal of an instance or front that does not fit this cluster.
+
+    Its process ends with `message`, or may retry if `retryable`.
+    """
 
     message: str
     retryable: bool = False
@@ -232,8 +244,10 @@ class Retired(msgspec.Struct, tag=True, frozen=True):
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a heartbeat, by the Conductor with this epoch. A worker that is not `known` must register
-    again."""
+    """The answer to a heartbeat, by the Conductor with this epoch.
+
+    A worker that is not `known` must register again.
+    """
 
     known: bool
     epoch: int

@@ -17,8 +17,10 @@ class WindowRule(Enum):
     ALL_LAYERS = auto()
     """The rule that every layer has the `sliding_window`, if there is one."""
     LATER_LAYERS = auto()
-    """The rule that layers from `max_window_layers` on, or the layers that `layer_types` names, have a window
-    if `use_sliding_window` is true."""
+    """The rule that some layers have a window if `use_sliding_window` is true.
+
+    These are the layers from `max_window_layers` on, or the layers that `layer_types` names.
+    """
 
 
 @dataclass(frozen=True, slots=True)

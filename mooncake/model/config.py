@@ -187,8 +187,10 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def window(self) -> tuple[int | None, int]:
-        """The sliding window in tokens, and how many leading layers have no window; `(None, 0)` if no layer
-        has a window."""
+        """The sliding window in tokens, and the number of leading layers that have no window.
+
+        The value is `(None, 0)` if no layer has a window.
+        """
         rule = self.implied.window
         if rule is WindowRule.NEVER or self.sliding_window is None:
             return None, 0
@@ -256,10 +258,10 @@ FieldsType = TypeVar("FieldsType", bound=Fields)
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Return the checked configuration of a config.json. The architecture is read first, as the keys depend
-    on it.
+    """Return the checked configuration of a config.json.
 
-    Raises ModelError that names the first wrong key, the value and what was expected.
+    The architecture is read first, as the keys depend on it. Raises ModelError that names the first wrong
+    key, the value and what was expected.
     """
     names = read_fields(_Names, config)
     implied = next(

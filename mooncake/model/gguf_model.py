@@ -56,10 +56,10 @@ _GLOBAL_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
 
 def hf_tensor_name(name: str) -> str | None:
-    """Return Hugging Face's name of a GGUF tensor, such as `model.layers.3.self_attn.q_proj.weight` for
-    `blk.3.attn_q.weight`; None for a tensor that is no weight.
+    """Return Hugging Face's name of a GGUF tensor; None for a tensor that is no weight.
 
-    An unknown name stays as it is, so that the model refuses the tensor.
+    `blk.3.attn_q.weight`, for example, is `model.layers.3.self_attn.q_proj.weight`. An unknown name stays as
+    it is, so that the model refuses the tensor.
     """
     if name == _ROPE_FACTORS:
         return None
@@ -180,8 +180,10 @@ def _keys_of(header: GGUFHeader, prefix: str) -> _Keys:
 
 
 def _shortest_float32(value: float) -> float:
-    """Return the shortest decimal that stands for a float32. Metadata's 1e-5, for example, is read as
-    9.999999747378752e-06."""
+    """Return the shortest decimal that stands for a float32.
+
+    Metadata's 1e-5, for example, is read as 9.999999747378752e-06.
+    """
     return float(str(np.float32(value)))
 
 
@@ -200,12 +202,11 @@ def _rope_scaling(header: GGUFHeader, keys: _Keys, head_dim: int) -> dict[str, A
 
 
 def _llama3_scaling(header: GGUFHeader, rope_theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return Llama 3's scaling, derived from the divisors per frequency that llama.cpp stores; None if all
-    divisors are 1.
+    """Return Llama 3's scaling, derived from the divisors per frequency that llama.cpp stores.
 
-    The scaling has four numbers. Three of them are the same in every Llama 3 model; the fourth, the factor,
-    is the largest divisor. All divisors are computed again from this factor. If they differ from the stored
-    ones, the scaling is of another kind: raises ModelError.
+    Returns None if all divisors are 1. The scaling has four numbers. Three of them are the same in every
+    Llama 3 model; the fourth, the factor, is the largest divisor. All divisors are computed again from this
+    factor. If they differ from the stored ones, the scaling is of another kind: raises ModelError.
     """
     tensor = header.tensors[_ROPE_FACTORS]
     if tensor.encoding is not GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):

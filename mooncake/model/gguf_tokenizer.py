@@ -111,8 +111,10 @@ def _split_merge(merge: str) -> tuple[str, str]:
 
 
 def _post_processor(header: GGUFHeader, tokens: list[str], adds_bos: bool) -> processors.PostProcessor:
-    """Return the post-processor that adds the file's special tokens around a text; offsets stay those of the
-    text."""
+    """Return the post-processor that adds the file's special tokens around a text.
+
+    Offsets stay those of the text.
+    """
     byte_level = processors.ByteLevel(trim_offsets=False)
     around: dict[str, int] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):

@@ -48,11 +48,13 @@ class GrammarState:
         self._bits = allocate_token_bitmask(1, vocab_size)
         self._num_tokens = 0
         self.error: str | None = None
-        """The reason why the text cannot go on: a token did not fit, or the grammar met a limit. None while
-        it can go on."""
+        """The reason why the text cannot go on; None while it can go on.
+
+        A token did not fit, or the grammar met a limit.
+        """
 
     def allowed_after(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the bits of tokens that may follow `tokens`: uint8, 4 * ceil(V / 32).
+        """Return the bits of tokens that may follow `tokens`: uint8 `[4 * ceil(vocab_size / 32)]`.
 
         `tokens` begin with those of the previous call. Bit `i` of byte `j` stands for token `8 * j + i`. At
         the grammar's end, and after an error, only tokens that end a text may come. The next call overwrites
@@ -85,7 +87,7 @@ class Grammar:
 class Vocabulary:
     """The tokens that grammars choose from: all ids below the model's `vocab_size`.
 
-    Construction takes about a second.
+    Construction takes about a second. It raises GrammarError if no token ends a text.
     """
 
     def __init__(self, backend: "Backend", eos_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -141,14 +143,19 @@ class Grammars:
             self._vocabulary = self._load()
 
     async def get(self, text: str) -> Grammar:
-        """Return the compiled grammar of `text`. Raises GrammarError that names the fault."""
+        """Return the compiled grammar of `text`.
+
+        Raises GrammarError that names the fault, or the error of `load`.
+        """
         if (kept := self._kept_one(text)) is not None:
             return kept
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._get, text)
 
     def _get(self, text: str) -> Grammar:
-        """Return the grammar of `text`. Runs in the compiler's thread: of several requests for one grammar
-        only the first compiles it."""
+        """Return the grammar of `text`. Runs in the compiler's thread.
+
+        Of several requests for one grammar, only the first compiles it.
+        """
         if (kept := self._kept_one(text)) is not None:
             return kept
         grammar = self.compile(text)
@@ -168,7 +175,7 @@ class Grammars:
     def compile(self, text: str) -> Grammar:
         """Return the grammar of `text`, compiled in the caller's thread and not cached.
 
-        Raises GrammarError that names the fault.
+        Raises GrammarError that names the fault, or the error of `load`.
         """
         if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"it has {num_bytes} bytes, and at most {MAX_GRAMMAR_BYTES} are allowed")
@@ -184,16 +191,20 @@ class Grammars:
 
 
 def _first_error(grammar: Grammar) -> str | None:
-    """Return the error that a grammar meets at its first token, where it may exceed a limit; None without
-    one."""
+    """Return the error that a grammar meets at its first token; None without one.
+
+    The grammar may exceed a limit there.
+    """
     state = grammar.begin()
     state.allowed_after([])
     return state.error
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    """Return llguidance's error without the grammar's source, which clients did not write: they wrote a
-    schema."""
+    """Return llguidance's error without the grammar's source.
+
+    Clients did not write this source: they wrote a schema.
+    """
     text = matcher.get_error().replace("<non-verbose/>", "")
     reason = " ".join(_PLACE.sub("", _SOURCE.sub("", text)).split())
     if reason == "NoExtensionBias":

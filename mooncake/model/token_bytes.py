@@ -63,5 +63,7 @@ BYTE_OF = _byte_level_alphabet()
 _LATIN_1_OF = dict.fromkeys(range(256), "\uffff") | {
     ord(character): chr(byte) for character, byte in BYTE_OF.items()
 }
-"""A translation of each byte-level character to its byte as a Latin-1 character. Other characters below
-U+0100 become U+FFFF, which Latin-1 lacks."""
+"""A translation of each byte-level character to its byte as a Latin-1 character.
+
+Other characters below U+0100 become U+FFFF, which Latin-1 lacks.
+"""

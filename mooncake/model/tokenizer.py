@@ -282,13 +282,10 @@ def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:
-    """Check that the model has weights for the tokenizer's tokens, and that time and memory of the tokenizer
-    are bounded.
+    """Check that the tokenizer's tokens fit the model, and that its time and memory are bounded.
 
-    Raises ModelError.
-
-    Added tokens may have larger ids than the model has weights for: some publishers add a padding token. A
-    request with such a token is refused.
+    The model must have weights for the tokens. Added tokens may have larger ids: some publishers add a
+    padding token. A request with such a token is refused. Raises ModelError.
     """
     path, backend = checkpoint.path, wrapped.backend_tokenizer
     plain: dict[str, int] = backend.get_vocab(with_added_tokens=False)

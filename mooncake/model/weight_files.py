@@ -22,8 +22,10 @@ from mooncake.model.safetensors_file import DTYPE_BITS, read_safetensors_header
 LAYER_NAME = re.compile(r"(?:(?:model\.)?(?:decoder\.)?layers|blk)\.(\d{1,9})\.")
 """The beginning of a layer's tensor names, in safetensors and GGUF."""
 _UNSCALED_DTYPES = frozenset(DTYPE_BITS) - {"F64", "F32", "F16", "BF16"}
-"""Dtypes of safetensors whose numbers mean nothing without scales. Scales are not read. GGUF's integers have
-the same names."""
+"""Dtypes of safetensors whose numbers mean nothing without scales. Scales are not read.
+
+GGUF's integers have the same names.
+"""
 # Old Llama checkpoints carry the rotary frequencies, which are computed instead.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -57,10 +59,9 @@ class WeightFile(NamedTuple):
 
 
 def safetensors_files(directory: Path, model: ModelConfig) -> list[WeightFile]:
-    """Return the weight files of `model`, each checked to be whole and to have the tensors that the index
-    says it has.
+    """Return the weight files of `model`, each checked to be whole.
 
-    Raises ModelError.
+    Each file must have the tensors that the index says it has. Raises ModelError.
     """
     index_path = directory / _INDEX_NAME
     mapped = _weight_map(index_path) if os.path.lexists(index_path) else {}
@@ -128,11 +129,11 @@ def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> 
 
 
 def weights_digest(files: Iterable[WeightFile]) -> str:
-    """Return the hexadecimal SHA-256 of the files' names, sizes and headers, and of samples of their data:
-    both ends, and a piece of each stride.
+    """Return the hexadecimal SHA-256 of the files' names, sizes and headers, and of samples of their data.
 
-    Hashing every byte would take minutes for a large model, and headers, sizes and samples already differ
-    between any two models that could be mixed up (a fine-tune changes nearly every weight).
+    The samples are both ends, and a piece of each stride. Hashing every byte would take minutes for a large
+    model. Headers, sizes and samples already differ between any two models that could be mixed up: a
+    fine-tune changes nearly every weight.
     """
     digest = hashlib.sha256()
     for file in files:

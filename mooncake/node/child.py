@@ -39,7 +39,7 @@ class Child:
         self.is_ready = False
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.num_missed_beats: int | None = None
-        """Beats since the last sign of life; None before the first one."""
+        """Beats since the last sign of life; None before the first sign."""
         self.end: ProcessEnd | None = None
         """Cause of the latest incarnation's end."""
         self.num_failed_starts = 0
@@ -153,8 +153,10 @@ def _state(pid: int) -> str:
 
 @contextlib.asynccontextmanager
 async def _reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
-    """Make a context with a reader of a pipe. The pipe is closed at the context's end, even if another
-    process still holds its other end."""
+    """Make a context with a reader of a pipe, which is closed at the context's end.
+
+    It is closed even if another process still holds its other end.
+    """
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")

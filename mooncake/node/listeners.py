@@ -58,7 +58,10 @@ def listen_addresses(config: Config) -> list[ListenAddress]:
 
 
 def check_free(wanted: list[ListenAddress]) -> None:
-    """Check that all ports are free and distinct. Raises ConfigError for the first port that is not."""
+    """Check that all ports are free and distinct.
+
+    Raises ConfigError for the first port that is in use, is named twice, or cannot be bound.
+    """
     keys: dict[tuple[str, int], str] = {}
     for key, host, port in wanted:
         if (rival := keys.setdefault((host, port), key)) != key:

@@ -91,8 +91,10 @@ def allocate(fd: int, size_bytes: int, is_given_up: Callable[[], bool] = lambda:
 
 
 def _map_aligned(fd: int, size_bytes: int, protection: int) -> int:
-    """Return the address of a file's mapping at the boundary of a huge page, inside a larger reserved
-    range."""
+    """Return the address of a file's mapping at the boundary of a huge page.
+
+    The mapping lies inside a range that is reserved first. Raises OSError.
+    """
     page_bytes = mmap.PAGESIZE
     map_bytes = -(-size_bytes // page_bytes) * page_bytes
     reserved_bytes = map_bytes + HUGE_PAGE_BYTES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _ROOT = Path("/")
 _V2 = "sys/fs/cgroup", "memory.max", "memory.current"
-"""Where version 2 of control groups is mounted, and a group's files of its limit and its use."""
+"""The folder of version 2 of control groups, and the names of a group's files with limit and usage."""
 _V1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
 
 

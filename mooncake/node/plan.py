@@ -57,8 +57,7 @@ class ChildSpec:
     instance: str | None = None
     """The instance to which the process belongs; None for other processes."""
     after_end: Callable[[Life], Awaitable[None]] | None = None
-    """A coroutine function that is called after an incarnation's end, before the next start; None for
-    none."""
+    """A coroutine function that is called after an incarnation's end, before the next start; None without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     """Return the processes of this node, in the order in which they are started.
 
     This creates the pool segments. Their memory is allocated here, all at once, so that a node without enough
-    memory fails at start and not under load.
+    memory fails at start and not under load. Raises ConfigError.
     """
     if config.is_alone:
         local = {name: f"ipc://{run_dir.socket(name)}" for name in ("conductor", "reply")}
@@ -198,10 +197,9 @@ def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankConfig]:
 
 
 def _check_directories(config: Config) -> None:
-    """Check the SSD directories before any process starts, rather than after the first worker has loaded its
-    model.
+    """Check that the SSD directories can be written to. Raises ConfigError.
 
-    Raises ConfigError.
+    The check comes before any process starts, not after the first worker has loaded its model.
     """
     for path in config.kvcache.ssd_dirs if config.has_pool else ():
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
@@ -320,8 +318,7 @@ def _worker(
 
 
 def _pass_record(name: str) -> int:
-    """Return the descriptor of new memory in which a worker records the requests of its current pass
-    (`workers.execution.pass_record`)."""
+    """Return the descriptor of new memory for a worker's pass record (`workers.execution.pass_record`)."""
     descriptor = os.memfd_create(f"mooncake-{name}-pass")
     os.ftruncate(descriptor, PASS_RECORD_BYTES)
     return descriptor

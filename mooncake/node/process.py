@@ -69,13 +69,17 @@ class Draining(msgspec.Struct, tag=True, frozen=True):
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """The status that the child's instance has been drained and leaves, so that its processes are not
-    restarted."""
+    """The status that the child's instance has been drained and leaves.
+
+    The processes of the instance are not restarted.
+    """
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):
-    """The status that the child cannot serve and a restart would not help: the supervisor ends with this
-    message."""
+    """The status that the child cannot serve, and that a restart would not help.
+
+    The supervisor ends with this message.
+    """
 
     message: str
 

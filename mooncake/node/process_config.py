@@ -21,9 +21,10 @@ def _as_key(value: object) -> ClusterKey:
 
 
 class _Process(Section):
-    """The arguments of a child.
+    """The arguments of a child process of the supervisor.
 
-    They come on its stdin, as other users of the machine can read command lines and environments.
+    They come on its stdin: every user of the machine can read command lines, and children inherit
+    environments.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -85,7 +86,7 @@ class StageConfig(Section):
 
     @property
     def listens_at(self) -> str:
-        """The endpoint at which this stage's own socket listens; not for the last stage."""
+        """The endpoint at which this stage's own socket listens. The last stage has none."""
         return self.listen_endpoint or self.endpoints[self.number]
 
     def part_of(self, instance: str) -> str:

@@ -1,8 +1,9 @@
 """The run directory, which holds a node's sockets and the description of the run.
 
-It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a supervisor
-that was killed, and the next supervisor removes it. A supervisor that is killed in its first instant leaves a
-directory `.mooncake-serve-starting-*` with at most an empty `lock`, which no supervisor removes.
+The directory is private to the user and locked by the supervisor. A directory whose lock is free belongs to a
+supervisor that was killed, and the next supervisor removes it. A supervisor that is killed in its first
+instant leaves a directory `.mooncake-serve-starting-*` with at most an empty `lock`, which no supervisor
+removes.
 
 Owns: the directory, and how other programs of this user find it. Does not know: the use of the sockets.
 """
@@ -31,14 +32,19 @@ class Run(msgspec.Struct, frozen=True):
 
     role: str
     cluster: str
-    """The address of the cluster (`Config.cluster_address`), equal in all runs of one cluster, and in no run
-    of another cluster."""
+    """The address of the cluster (`Config.cluster_address`).
+
+    It is equal in all runs of one cluster, and in no run of another cluster.
+    """
     http_port: int | None = None
     """The port of the API, if the run has one and the configuration names it; else None."""
 
 
 class RunDirectory:
-    """A context manager that creates the run directory, and removes it with its contents at the end."""
+    """A context manager that creates the run directory, and removes it with its contents at the end.
+
+    Construction raises ConfigError.
+    """
 
     def __init__(self) -> None:
         base = _base()
@@ -63,7 +69,7 @@ class RunDirectory:
     def socket(self, name: str) -> str:
         """Return the path of a socket in this directory.
 
-        Raises ConfigError if it is too long for a Unix socket.
+        Raises ConfigError if the path is too long for a Unix socket.
         """
         path = str(self.path / f"{name}.sock")
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:

@@ -47,8 +47,9 @@ def create_segment(name: str, size_bytes: int, directory: Path | None = None) ->
     """Return the descriptor of shared memory of `size_bytes`, all of it allocated.
 
     Without `directory` the memory is new, and ends with its last user. With `directory` it is the file
-    `name`.segment there, whose contents are kept. The file is locked for the holders of the descriptor.
-    Raises ConfigError if another live process keeps the lock.
+    `name`.segment there, whose contents are kept. The file is locked for the processes that have the
+    descriptor. Raises ConfigError if the memory cannot be allocated, if the file has another size, or if
+    another live process keeps the lock.
     """
     if directory is not None:
         return _segment_file(_segment_path(directory, name), size_bytes)
@@ -65,7 +66,7 @@ def _segment_file(path: Path, size_bytes: int) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"kvcache.segment_dir: cannot use {path}: {error.strerror}") from None
-    if not _is_locked(descriptor):
+    if not _lock_file(descriptor):
         owner = _lock_owner(os.fstat(descriptor).st_ino)
         os.close(descriptor)
         raise ConfigError(
@@ -82,10 +83,10 @@ def _segment_file(path: Path, size_bytes: int) -> int:
     return _allocated(descriptor, size_bytes, str(path), is_new=not found_bytes)
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Lock the file for the holders of this descriptor: the supervisor, and the messenger that inherits it.
+def _lock_file(descriptor: int) -> bool:
+    """Lock the file for the processes that have this descriptor: the supervisor, and its messenger.
 
-    Returns False if another process keeps the lock. This waits for a locked file, as the processes of a
+    Returns False if another process keeps the lock. The call waits for a locked file, as the processes of a
     killed supervisor end a moment after the supervisor.
     """
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S

@@ -29,7 +29,10 @@ KILL_GRACE_S = 2.0
 
 
 async def supervise(config: Config) -> int:
-    """Run all processes of this node until SIGINT or SIGTERM. Returns the exit code of the command."""
+    """Run all processes of this node until SIGINT or SIGTERM, and return the exit code of the command.
+
+    Raises ConfigError before any process has started.
+    """
     started_at_s = time.monotonic()
     stopping = Stopping()  # before there is anything that a signal could leave behind
     with RunDirectory() as run_dir:
@@ -52,8 +55,10 @@ async def supervise(config: Config) -> int:
 
 
 async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") -> list[ChildSpec] | None:
-    """Return the plan once the memory of the pools is allocated, which takes seconds; None if a signal comes
-    first."""
+    """Return the plan once the memory of the pools is allocated, which takes seconds.
+
+    Returns None if a signal comes first. Raises ConfigError.
+    """
     planning = asyncio.create_task(asyncio.to_thread(plan_node, config, run_dir))
     ending = asyncio.create_task(stopping.is_wanted.wait())
     await asyncio.wait((planning, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -62,8 +67,11 @@ async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") 
 
 
 class Stopping:
-    """The signals SIGINT and SIGTERM. The first one ends the node once its requests are done, or have had
-    their time; a later one ends that wait. Signals within `TOGETHER_S` of the first one are one with it."""
+    """The signals SIGINT and SIGTERM to the supervisor.
+
+    The first one ends the node once its requests are done, or have had their time; a later one ends that
+    wait. Signals within `TOGETHER_S` of the first one are one with it.
+    """
 
     def __init__(self) -> None:
         self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()

@@ -72,8 +72,10 @@ def digest(key: str) -> str:
 
 
 def load_api_keys(path: Path) -> dict[str, ApiKey]:
-    """Return the entries of the file by the digests of their keys. Raises ConfigError that names the
-    fault."""
+    """Return the entries of the file by the digests of their keys.
+
+    Raises ConfigError that names the fault.
+    """
     return _parsed(path, _read(path))
 
 

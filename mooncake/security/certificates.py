@@ -11,7 +11,7 @@ from mooncake.errors import ConfigError
 
 
 def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    """Load certificate and key into `context`. Raises ConfigError if they cannot be used."""
+    """Load certificate and key of HTTPS into `context`. Raises ConfigError if they cannot be used."""
     try:
         # Without this function OpenSSL would ask for a password on the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")

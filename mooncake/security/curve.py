@@ -1,6 +1,6 @@
-"""CURVE on ZeroMQ sockets: both sides prove that they hold the cluster's key, and all messages are encrypted.
+"""CURVE on ZeroMQ sockets: both sides prove that they have the cluster's key, and all messages are encrypted.
 
-`Gate` makes sockets to bind, which admit only holders of the key; `use_key` is for sockets that connect to
+`Gate` makes sockets to bind, which admit only peers with the key; `use_key` is for sockets that connect to
 them. All nodes have the same key pair: the pair is the server's on one side and the client's on the other.
 
 Owns: CURVE, the ZAP handler (ZeroMQ RFC 27), the size of frames, the log of who was refused. Does not know:
@@ -29,8 +29,10 @@ from mooncake.security.keys import ClusterKey
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"mooncake"
 LARGEST_FRAME_BYTES = 32 << 10
-"""Bytes of the largest frame that a bound socket takes, as libzmq allocates a frame when its header arrives,
-from any peer."""
+"""Bytes of the largest frame that a bound socket takes, from any peer.
+
+libzmq allocates a frame when its header arrives.
+"""
 CURVE_OVERHEAD_BYTES = 33
 """Bytes that encryption adds to a message: name, nonce, authenticator and flags (ZeroMQ RFC 26)."""
 FAILURES_BEFORE_WARNING = 3
@@ -51,7 +53,7 @@ _monitor_ids = itertools.count()
 
 
 class Gate:
-    """A ZeroMQ context for binding sockets of `kinds` that admit only holders of `key`.
+    """A ZeroMQ context for binding sockets of `kinds` that admit only peers with `key`.
 
     A gate has its own context, because a context has room for one ZAP handler. That handler, and the limit on
     unauthenticated peers, run in a separate thread, so that peers are admitted while the event loop is busy.
@@ -77,8 +79,10 @@ class Gate:
 
     @property
     def num_refused(self) -> int:
-        """The number of connections that showed another key, or no key. The latest connections may not be
-        counted yet."""
+        """The number of connections that showed another key, or no key.
+
+        The latest connections may not be counted yet.
+        """
         with self._lock:
             now_s = time.monotonic()
             return sum(handshakes.num_refused(now_s) for handshakes in self._handshakes)
@@ -271,8 +275,10 @@ class _Reader:
 
 
 class Monitor:
-    """A monitor that calls `on_event(event, value)` in the event loop for events of the connections of
-    `socket`."""
+    """A monitor of the connections of `socket`.
+
+    It calls `on_event(event, value)` in the event loop for each of their events.
+    """
 
     def __init__(self, socket: zmq.Socket[Any], on_event: Callable[[int, int], None]) -> None:
         self._socket, self._on_event = socket, on_event

@@ -51,8 +51,10 @@ class GreetingClient:
         self.greeting = Greeting(self._side.nonce)
 
     def answer(self, challenge: Challenge) -> Proof | None:
-        """Return the proof that this client has the key; None if the server has another key, and must get no
-        further message."""
+        """Return the proof that this client has the key; None if the server has another key.
+
+        Such a server must get no further message.
+        """
         if not self._side.recognises(challenge.nonce, challenge.proof):
             return None
         return Proof(self._side.proof(challenge.nonce))

@@ -19,8 +19,10 @@ HANDSHAKE_MARGIN_S = 1.0
 MOST_UNAUTHENTICATED = 256
 """Unauthenticated connections to one socket at most. Each costs up to 55 KiB."""
 GREETING_BYTES = 64
-"""Bytes that a socket sends to any peer; more goes only to a peer that knows the socket's key (ZeroMQ RFC
-26)."""
+"""Bytes that a socket sends to any peer.
+
+More goes only to a peer that knows the socket's key (ZeroMQ RFC 26).
+"""
 _TCP_INFO_BYTES = 136
 _BYTES_ACKED, _BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's struct tcp_info
 
@@ -42,8 +44,11 @@ class Handshakes:
         self._num_admitted = 0
         self._num_refused = 0
         self.num_unfinished = 0
-        """Number of handshakes that ended in the middle: the handshake took too long, the peer closed the
-        connection, or the connection was dropped to make room for another one."""
+        """Number of handshakes that ended in the middle.
+
+        The handshake took too long, the peer closed the connection, or the connection was dropped to make
+        room for another one.
+        """
         self._undecided: dict[int, float] = {}
         """Times of undecided connections by descriptor, oldest first."""
         self._num_admitted_undecided = 0
@@ -68,8 +73,10 @@ class Handshakes:
                 self._forget(descriptor)
 
     def num_refused(self, now_s: float) -> int:
-        """Return the number of connections that showed another key, or no key: never too high, and never
-        falling."""
+        """Return the number of connections that showed another key, or no key.
+
+        The number is never too high, and never falls.
+        """
         while self._undecided:
             descriptor, since_s = next(iter(self._undecided.items()))
             if now_s - since_s < HANDSHAKE_S + HANDSHAKE_MARGIN_S:
@@ -159,7 +166,7 @@ def num_bytes_received(connection: socket.socket) -> int:
 
 
 def _has_shown_key(connection: socket.socket) -> bool:
-    """Return whether the peer has received more than the greeting, as only a holder of the key does."""
+    """Return whether the peer has received more than the greeting, as only a peer with the key does."""
     return _tcp_info(connection, _BYTES_ACKED) > GREETING_BYTES
 
 

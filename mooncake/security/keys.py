@@ -42,8 +42,10 @@ class ClusterKey:
 
     @classmethod
     def from_text(cls, text: str) -> "ClusterKey":
-        """Return the key in a text that `to_text` has made. Raises ConfigError, which does not repeat the
-        text."""
+        """Return the key in a text that `to_text` has made.
+
+        Raises ConfigError, which does not repeat the text.
+        """
         encoded = text.strip()
         if not encoded.startswith(TEXT_PREFIX):
             raise ConfigError(f"expected a cluster key, one line that begins with {TEXT_PREFIX}")
@@ -129,7 +131,7 @@ class ClusterKey:
         return zmq.curve_public(secret), secret
 
     def proof(self, label: bytes, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of `label` and `parts`, which only holders of the key can compute: 32 bytes.
+        """Return the HMAC-SHA256 of `label` and `parts`, which only peers with the key can compute: 32 bytes.
 
         To be compared by `hmac.compare_digest`. Each part is preceded by its length, so the parts `ab` and
         `c` have another proof than the parts `a` and `bc`.

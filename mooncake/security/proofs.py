@@ -53,5 +53,5 @@ class AcceptingSide:
         self._expected = key.proof(labels.connecting, self.nonce, peer_nonce)
 
     def admits(self, proof: bytes) -> bool:
-        """Return whether `proof` comes from a holder of the key."""
+        """Return whether `proof` comes from a peer with the key."""
         return hmac.compare_digest(proof, self._expected)

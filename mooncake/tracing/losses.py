@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Losses(logging.Handler):
-    """A log handler that separates losses from other complaints of the SDK, and logs when losses begin and
-    end."""
+    """A log handler that separates losses from other complaints of the SDK.
+
+    It logs when losses begin and end.
+    """
 
     def __init__(self, endpoint: str) -> None:
         """Begin without losses. `endpoint`: the collector's URL, for the log."""

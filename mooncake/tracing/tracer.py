@@ -64,7 +64,7 @@ class OpenSpan:
 class Tracer:
     """The maker of a process's spans. The spans are sent while `exporting` runs.
 
-    Times given to it are those of `time.monotonic`, the clock of the event loop.
+    Times in its arguments are those of `time.monotonic`, the clock of the event loop.
     """
 
     def __init__(self, endpoint: str, sample_ratio: float, instance: str) -> None:
@@ -131,8 +131,10 @@ class Tracer:
             self._record(work, _as_context(parent), _zero_ns())
 
     def end(self, open_span: OpenSpan, work: EndedSpan) -> None:
-        """End a span with the attributes, parts and error of `work`. The span keeps its name and
-        beginning."""
+        """End a span with the attributes, parts and error of `work`.
+
+        The span keeps its name and beginning.
+        """
         if open_span.is_recorded:
             self._end(open_span.span, work, open_span.zero_ns)
 
