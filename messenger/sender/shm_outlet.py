@@ -82,7 +82,7 @@ class ShmOutlet(Outlet):
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
         """Complete a read whose blocks are in their views.
 
-        The peer is told of the read later: the read counts for the peer's order of eviction.
+        The peer is told of the read later, as reads count for its order of eviction.
         """
         request.is_read = self.has_read = True
         self._lane.send_queue.keep(encode_frame(msgspec.structs.replace(request.fetch, is_read=True)))

@@ -40,7 +40,7 @@ A vanished host is given up after the last probe.
 _UNACKNOWLEDGED_MS = 1000 * _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES
 """Milliseconds without an acknowledgement by the peer's kernel after which the connection is lost."""
 _GLANCE_BYTES = 8 * 1024
-"""The most bytes that are received beyond a frame's head: payload among them is copied twice."""
+"""The most bytes that are received beyond a frame's head. Payload among them is copied twice."""
 AHEAD_BYTES = 64 * 1024 + _GLANCE_BYTES
 """Bytes of the receive buffer, from which a frame of many small blocks is taken."""
 _LARGE_BYTES = 64 * 1024

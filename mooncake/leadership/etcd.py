@@ -18,7 +18,7 @@ from mooncake.config.cluster_section import ClusterConfig
 from mooncake.errors import ConfigError, MooncakeError, first_line
 
 ANSWER_TIMEOUT_S = 1.0
-"""Seconds for an answer of one member, less than a lease."""
+"""Seconds for an answer of one member, not more than the shortest lease."""
 STATE_TIMEOUT_S = 5.0
 """Seconds for an answer about state, which may be large, and which etcd may be slow to write to its disk."""
 SILENCE_S = 10.0
