@@ -247,7 +247,7 @@ class Bench:
             async with asyncio.TaskGroup() as jobs:
                 stage = Stage(self._executor, self.pool, transfers)
                 queue = PrefillQueue(self._setup.prefill_chunk)
-                runner = PrefillRunner(stage, queue, answers.put, Jobs(jobs), lambda: "")
+                runner = PrefillRunner(stage, queue, answers.put, Jobs(jobs), lambda: "", lambda: None)
                 runner.pace = self._pace  # a worker has one runner for all prompts
                 loop = group.create_task(runner.run())
                 for tokens in prompts:

@@ -1,10 +1,11 @@
 """The instances of a host, as devices with modules for Algorithm 1 of BanaServe.
 
-Instances of any role can be helpers. Modules leave only instances that decode.
+Instances of any role can be helpers. Layers leave instances of any role, KV heads only those that decode.
 
-The compute of an instance is measured by the tokens that it draws, so the measure includes the work of its
-modules at a helper. Here the work of each module is counted for the device that has the module: for a layer
-its part of the iteration, for a KV head its part of attention.
+The compute of an instance that decodes is measured by the tokens that it draws, so the measure includes the
+work of its modules at a helper. The compute of a prefill instance is the time of its passes, which both sides
+compute at the same time. Here the work of each module is counted for the device that has the module: for a
+layer its part of the iteration or pass, for a KV head its part of attention.
 
 Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
 """
@@ -38,7 +39,8 @@ def _devices(view: ClusterView, instances: list[Instance], modules: Modules) -> 
     for instance in instances:
         used = view.utilisation.of(instance.name)
         if used is not None:
-            device, computed_away = _device(view, instance, used, modules)
+            of_role = _prefill_device if instance.role is Role.PREFILL else _device
+            device, computed_away = of_role(view, instance, used, modules)
             found.append(device)
             if device.away is not None:
                 hosted[device.away.helper] += computed_away
@@ -57,13 +59,10 @@ def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules)
     """
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
     assert slot is not None
-    assert instance.heartbeat is not None
     num_requests, num_tokens = view.loads.num_decoding.item(slot), view.loads.num_decoding_tokens.item(slot)
     iteration_s = view.decode_costs.predict_s(slot, num_requests, num_tokens)
     attention = num_tokens * view.decode_costs.second_s.item(slot) / iteration_s if iteration_s > 0 else 0.0
-    num_pages = instance.num_device_pages
-    num_bytes = (num_pages - instance.heartbeat.num_free_device_pages) * layout.block_bytes
-    transfer_s = num_bytes * view.transfers.costs(slot, 0.0)[1]
+    transfer_s = _transfer_s(view, instance)
     num_layers, num_heads = layout.num_layers, layout.num_kv_heads
     movable = {
         Kind.LAYERS: MovableModules(
@@ -82,9 +81,37 @@ def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules)
         of_layers = 0 if place.part.layers is None else place.part.layers.count / num_layers
         of_attention = place.part.num_heads / num_heads + place.part.share
         computed_away = used.compute * (of_layers + attention * of_attention)
-        beyond = num_pages / max(1, instance.registration.capacity.num_device_pages) - 1
+        beyond = instance.num_device_pages / max(1, instance.registration.capacity.num_device_pages) - 1
         away = Away(place.helper, Used(computed_away, max(0.0, beyond) * used.memory))
     here = used._replace(compute=used.compute - computed_away)
-    may_give = instance.role is not Role.PREFILL and not place.are_elsewhere
-    may_give = may_give and not modules.owners_at(instance)
+    may_give = not place.are_elsewhere and not modules.owners_at(instance)
     return Device(instance.name, here, movable if may_give else {}, away, sync_s=iteration_s), computed_away
+
+
+def _prefill_device(
+    view: ClusterView, instance: Instance, used: Used, modules: Modules
+) -> tuple[Device, float]:
+    """Do what `_device` does for a prefill instance.
+
+    Its requests do not wait for a move, and the memory that counts is its pool, which has all layers.
+    """
+    num_layers, place = instance.registration.layout.num_layers, place_of(instance)
+    num_away = 0 if place.part.layers is None else place.part.layers.count
+    of_layer = Used(used.compute / max(num_away, num_layers - num_away), 0.0)
+    computed_away = num_away * of_layer.compute
+    away = Away(place.helper, Used(computed_away, 0.0)) if place.are_elsewhere else None
+    here = used._replace(compute=(num_layers - num_away) * of_layer.compute)
+    transfer_s = _transfer_s(view, instance) / num_layers
+    movable = {Kind.LAYERS: MovableModules(num_layers - 1, of_layer, transfer_s)}
+    may_give = away is None and not modules.owners_at(instance)
+    return Device(instance.name, here, movable if may_give else {}, away), computed_away
+
+
+def _transfer_s(view: ClusterView, instance: Instance) -> float:
+    """Return the seconds in which the KVCache of all used device pages of an instance is copied."""
+    slot = view.slot_of(instance.name)
+    assert slot is not None
+    assert instance.heartbeat is not None
+    num_used = instance.num_device_pages - instance.heartbeat.num_free_device_pages
+    num_bytes = num_used * instance.registration.layout.block_bytes
+    return num_bytes * view.transfers.costs(slot, 0.0)[1]

@@ -1,4 +1,4 @@
-"""The orders that move modules of decode instances to helpers (BanaServe, section 4.1).
+"""The orders that move modules of instances to helpers (BanaServe, section 4.1).
 
 Heartbeats report the place of an instance's modules, so that a later Conductor knows the place too.
 
@@ -56,8 +56,8 @@ class Modules:
                 return f"{kind} neither leave nor come to {instance.name}: {reason}"
             if instance.state is not InstanceState.SERVING:
                 return f"{instance.name} is {instance.state.value}"
-        if owner.role is Role.PREFILL:
-            return f"{owner.name} prefills; only instances that decode have {kind} at helpers"
+        if owner.role is Role.PREFILL and kind is not ModuleKind.LAYERS:
+            return f"{owner.name} prefills, so that layers of it can be at a helper, and no {kind}"
         if reason := _why_too_many(owner.registration.layout, part):
             return reason
         if not _address_of(owner, helper):

@@ -173,7 +173,8 @@ def _parser(*, shows_all: bool) -> Parser:
         ("role", "give an instance of a running cluster another role; wait for that"),
         (
             "migrate",
-            "have another instance compute layers, KV heads or long sequences of an instance; wait for that",
+            "have another instance compute layers, KV heads or long sequences of an instance (of one that"
+            " only prefills, layers alone); wait for that",
         ),
     ):
         _add_operating(commands.add_parser(name, help=help_text, description=help_text), name)

@@ -128,8 +128,8 @@ class ConductorConfig(Section):
     )
     migrate_modules: bool = Field(
         False,
-        description="move layers and KV heads of decode instances to helpers on their host where utilisation"
-        " differs much; only with rebalancing",
+        description="move layers of instances, and KV heads of decode instances, to helpers on their host"
+        " where utilisation differs much; only with rebalancing",
     )
     overload: Overload = Field(
         Overload.PREDICTION,

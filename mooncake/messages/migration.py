@@ -257,7 +257,7 @@ class ModulesPlace(msgspec.Struct, frozen=True):
 
 
 class PlaceModules(msgspec.Struct, tag=True, frozen=True):
-    """Order to a decode instance: move `part` to a helper.
+    """Order to an instance: move `part` to a helper.
 
     An empty `part` is the order to move all modules back. `ModulesPlace` with this number reports the result.
     """

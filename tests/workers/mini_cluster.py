@@ -81,6 +81,8 @@ class Sizes:
     num_prefill_pages: int | None = None
     """The number of device pages of the prefill instance; None for as many as other instances have."""
     prefill_chunk: int = 20
+    saturating_tokens: int | None = None
+    """The number of tokens with which a prefill pass is at full speed; None for `prefill_chunk`."""
     layerwise_overlap: bool = True
     max_batch: int = 8
     block_size: int = BLOCK_SIZE
@@ -148,9 +150,16 @@ class InstanceUnderTest:
 
         transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
         stage = Stage(self.executor, pool, transfers, followers=followers, tracer=cluster.spans)  # type: ignore[arg-type]
-        queue = PrefillQueue(sizes.prefill_chunk, block_size=sizes.block_size)
+        queue = PrefillQueue(
+            sizes.prefill_chunk, saturating_tokens=sizes.saturating_tokens, block_size=sizes.block_size
+        )
         self.prefill = PrefillRunner(
-            stage, queue, send, self.prefill_jobs, lambda: self.decode.why_no_prompts
+            stage,
+            queue,
+            send,
+            self.prefill_jobs,
+            lambda: self.decode.why_no_prompts,
+            lambda: self.decode.helper_lost(),
         )
         self.decode = DecodeRunner(
             self.executor,
@@ -165,7 +174,8 @@ class InstanceUnderTest:
             FINGERPRINT,
             HelperAccess(CLUSTER_KEY, DEADLINE_S),
             cluster.beat,
-            lambda: bool(self.prefill_jobs.refs),
+            self.prefill,
+            lambda: role is Role.PREFILL,
             followers,
             cluster.spans,  # type: ignore[arg-type]
         )

@@ -68,9 +68,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Pair:
-    """The first decode instance of a lab, the owner, and the second one as its helper."""
+    """Two instances of a lab, the owner of modules and its helper."""
 
     lab: DecodeLab
+    owner: InstanceUnderTest
+    helper: InstanceUnderTest
     path: str
     """The address of the helper."""
     numbers: "itertools.count[int]"
@@ -78,14 +80,6 @@ class Pair:
     """The socket at which the helper listens for owners on other hosts."""
     host: ModulesHost
     hosting: "asyncio.Task[None]"
-
-    @property
-    def owner(self) -> InstanceUnderTest:
-        return self.lab.decodes[0]
-
-    @property
-    def helper(self) -> InstanceUnderTest:
-        return self.lab.decodes[1]
 
     def order(self, part: Part) -> int:
         number = next(self.numbers)
@@ -167,19 +161,26 @@ def hosting(instance: InstanceUnderTest, path: str, owners: Owners | None = None
 
 @contextlib.asynccontextmanager
 async def paired(
-    start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES, *, is_remote: bool = False
+    start: StartDecodeLab,
+    folder: Path,
+    sizes: Sizes = SIZES,
+    *,
+    is_remote: bool = False,
+    is_prefill: bool = False,
 ) -> AsyncIterator[Pair]:
-    """Make a context with an owner and its helper.
+    """Make a context with an owner and its helper, the second decode instance.
 
-    They are connected through shared memory; if `is_remote`, over TCP, as between two hosts.
+    The owner is the first decode instance; if `is_prefill`, the prefill instance. They are connected through
+    shared memory; if `is_remote`, over TCP, as between two hosts.
     """
     with listen_tcp("127.0.0.1", 0) as listener:
         async with start(sizes=sizes) as lab:
             path = str(folder / "modules.sock")
-            host = hosting(lab.decodes[1], path, Owners(listener, CLUSTER_KEY))
+            owner, helper = lab.instances[0] if is_prefill else lab.decodes[0], lab.decodes[1]
+            host = hosting(helper, path, Owners(listener, CLUSTER_KEY))
             task = lab.group.create_task(host.run())
             address = endpoint_of(listener) if is_remote else path
-            pair = Pair(lab, address, itertools.count(1), listener, host, task)
+            pair = Pair(lab, owner, helper, address, itertools.count(1), listener, host, task)
             await until(Path(path).exists)
             yield pair
             pair.hosting.cancel()

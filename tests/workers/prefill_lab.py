@@ -298,7 +298,7 @@ class Lab:
                 stages.append(Stage(part.executor, part.client, transfers, link, followers, self.spans))  # type: ignore[arg-type]
             multiple = BLOCK_SIZE if self._layer_window else 1
             queue = PrefillQueue(setting.prefill_chunk, multiple=multiple, block_size=BLOCK_SIZE)
-            self.runner = PrefillRunner(stages[0], queue, send, self.jobs, lambda: "")
+            self.runner = PrefillRunner(stages[0], queue, send, self.jobs, lambda: "", lambda: None)
             running = [group.create_task(self.runner.run())]
             hear, befores = self.runner.hear, []
             for link, stage in zip(links, stages[1:], strict=True):

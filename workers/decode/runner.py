@@ -54,6 +54,7 @@ from workers.execution.jobs import Jobs
 from workers.groups.followers import Followers
 from workers.kvcache.shared_prefixes import PrefixTurns
 from workers.modules.helper_link import HelperAccess
+from workers.modules.prompts import Prompts
 
 if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
@@ -71,8 +72,8 @@ class DecodeRunner:
     `Jobs.cancel` stops a request at any step, and releases all that the request holds.
 
     `emit` takes pairs of (front's endpoint, output) of one iteration. Only this runner uses `transfers`, and
-    `run` closes them at its end. `tracer` gets spans of requests. `beat` sends a heartbeat. `has_prompts`
-    returns whether prompts of `Prefill` orders are here.
+    `run` closes them at its end. `tracer` gets spans of requests. `beat` sends a heartbeat. `prompts`
+    are those of `Prefill` orders. `is_prefill_only` returns whether the instance decodes nothing.
     """
 
     def __init__(
@@ -89,12 +90,13 @@ class DecodeRunner:
         fingerprint: str,
         helpers: HelperAccess,
         beat: Callable[[], Awaitable[None]],
-        has_prompts: Callable[[], bool],
+        prompts: Prompts,
+        is_prefill_only: Callable[[], bool],
         followers: Followers | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
         self._pool, self._send, self._jobs, self._tracer = pool, send, jobs, tracer
-        self._beat = beat
+        self._beat, self._is_prefill_only = beat, is_prefill_only
         self.meter = DecodeMeter()
         self._sequences: dict[Ref, Sequence] = {}
         changed, predictors, page_size = asyncio.Event(), self.meter.predictors, executor.kv.page_size
@@ -134,7 +136,8 @@ class DecodeRunner:
             max_batch,
             helpers,
             lambda: self.most_pages,
-            has_prompts,
+            prompts,
+            is_prefill_only,
             self._call_off,
         )
         self._source = MigrationSource(self._batch, self._blocks, self._sequences, changed, pool.closed, send)
@@ -188,11 +191,15 @@ class DecodeRunner:
     def why_no_prompts(self) -> str:
         """The reason why this instance can carry out no `Prefill` order; empty if it can.
 
-        A move of modules switches layers and heads between two iterations, when a prefill pass might be
-        running. So no such order is carried out while modules move or are at a helper.
+        An instance that decodes cannot while modules are at a helper, or move: the helper takes iterations
+        of the batch alone. Prompts that are inlined there pass through the helper.
         """
-        helper = self.modules.helper
+        helper = "" if self._is_prefill_only() else self.modules.helper
         return f"modules of it are at {helper}, or move" if helper else ""
+
+    def helper_lost(self) -> None:
+        """Take all modules back, because a pass over prompts has shown that their helper is lost."""
+        self._module_moves.lost()
 
     @property
     def moves(self) -> MovesStats:

@@ -59,6 +59,10 @@ class PassAtHelper(NamedTuple):
     hosted: HostedLayers
     number: int
 
+    def take(self) -> torch.Tensor:
+        """Wait for the states `[T, hidden_size]` that leave the helper's layers. Raises HelperLost."""
+        return self.hosted.owner.take(self.number)
+
 
 class DecoderModel:
     """Layers `[layers.start, layers.stop)` of a model; nothing can be computed before weights are loaded.
@@ -279,9 +283,9 @@ class DecoderModel:
         """Compute layer `layer` of the whole model over `hidden` [T, hidden_size]; return the same shape.
 
         Writes the batch's keys and values of this layer to their pages. The keys and values of earlier tokens
-        must be there. Not to be called while a helper has modules of the model.
+        must be there. Not to be called for a layer that a helper has, in whole or in part.
         """
-        assert not kv.is_helped, "only whole passes go through a helper"
+        assert kv.helped is kv.hosted, "only whole passes go through a helper that has a part of each layer"
         return self.forward_layers(range(layer, layer + 1), hidden, batch, kv)
 
     @torch.inference_mode()
@@ -333,6 +337,13 @@ class DecoderModel:
             return None
         before = range(self.layers.start, hosted.layers.start)
         hidden = self.forward_layers(before, self.embed(batch), batch, kv)
+        return self.ask_helper(hidden, batch, kv)
+
+    @torch.inference_mode()
+    def ask_helper(self, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> PassAtHelper:
+        """Send a pass to the helper that has layers, with the states `[T, hidden_size]` that enter these."""
+        hosted = kv.hosted
+        assert hosted is not None
         number = hosted.owner.ask(
             hosted.layers, batch.query_lens, batch.kv_lens, batch.page_tables, batch.page_size, hidden
         )
@@ -344,7 +355,6 @@ class DecoderModel:
 
         Raises HelperLost if the helper does not answer in time.
         """
-        hosted, number = sent
-        behind = range(hosted.layers.stop, self.layers.stop)
-        hidden = self.forward_layers(behind, hosted.owner.take(number), batch, kv)
+        behind = range(sent.hosted.layers.stop, self.layers.stop)
+        hidden = self.forward_layers(behind, sent.take(), batch, kv)
         return self.logits(hidden[batch.last_rows])

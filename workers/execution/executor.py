@@ -23,15 +23,12 @@ from workers.execution.device_name import device_name
 from workers.execution.draws import Drawn, Draws
 from workers.execution.jobs import wait_to_end
 from workers.execution.pass_record import PassRecord
+from workers.execution.prefill_pass import PrefillPass
 from workers.kvcache.layerwise import LayerTransfers, PassPart
 
 T = TypeVar("T")
 _MOST_AHEAD = 4
 """The most layers of prefill that a GPU has queued and not computed."""
-
-
-class CancelledOnDevice(Exception):
-    """The error of a pass that was given up. No part of the pass runs on the device any more."""
 
 
 class Executor:
@@ -136,37 +133,25 @@ class Executor:
         hidden: torch.Tensor | None = None,
         most_at_once: int | None = None,
     ) -> torch.Tensor:
-        """Compute one pass of layer-wise prefill; calls may cut in between two layers.
+        """Compute one pass of layer-wise prefill (`PrefillPass`); calls may cut in between two layers.
 
         Returns the hidden states `[T, hidden_size]` that leave this model's layers, one part after the other.
-        `hidden` are the states that enter these layers, on any device; None in the first stage. A pass of one
-        part may have more than `most_at_once` tokens: each layer then computes so many at a time.
-
-        Loads run one layer ahead of the computation, and stores after it. Stores may still run when the call
-        returns (`PassPart.storing`). Raises `CancelledOnDevice` between two layers once all parts are
-        dropped; all ranks of a tensor-parallel group stop at the same layer.
+        `hidden` are the states that enter these layers, on any device; None in the first stage.
+        `most_at_once` is the most tokens that a layer computes at a time. Raises `CancelledOnDevice` between
+        two layers once all parts are dropped; all ranks of a tensor-parallel group stop at the same layer.
+        Raises HelperLost if a helper that has layers is lost.
         """
-        layers = self.model.layers
-        loading = transfers.launch_load(layers.start, parts)
-        chunks = [part.chunk for part in parts]
-        batches = [Batch.build(some, self.kv) for some in _in_turn(chunks, most_at_once)]
-        if hidden is None:
-            states = [self.model.embed(batch) for batch in batches]
-        else:
-            states = list(torch.split(hidden.to(self.kv.device), [batch.num_tokens for batch in batches]))
-        for layer in layers:
-            transfers.wait_loaded(loading, parts)
-            if all(self.dropped(parts)):
-                raise CancelledOnDevice
-            loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
-            for index, batch in enumerate(batches):
-                if index:
-                    self._run_cut_ins()
-                states[index] = self.model.forward_layer(layer, states[index], batch, self.kv)
-            transfers.launch_store(layer, parts)
-            self._keep_pace()
-            self._run_cut_ins()
-        return torch.cat(states) if len(states) > 1 else states[0]
+        computing = PrefillPass(
+            self.model,
+            self.kv,
+            parts,
+            transfers,
+            lambda: all(self.dropped(parts)),
+            self._cutting_in,
+            self._run_cut_ins,
+            self._keep_pace,
+        )
+        return computing.compute(hidden, most_at_once)
 
     def _keep_pace(self) -> None:
         """Wait until a GPU has computed all but the latest `_MOST_AHEAD` layers.
@@ -209,18 +194,6 @@ class Executor:
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
         """Compute one iteration, and return its draws. Raises HelperLost if a helper is lost."""
         return draws.draw(self.model.forward(batch, self.kv))
-
-
-def _in_turn(chunks: Sequence[Chunk], most_at_once: int | None) -> list[Sequence[Chunk]]:
-    """Return a pass's chunks in batches that each layer computes one after the other."""
-    if most_at_once is None or sum(len(chunk.token_ids) for chunk in chunks) <= most_at_once:
-        return [chunks]
-    (chunk,) = chunks
-    begins = range(0, len(chunk.token_ids), most_at_once)
-    return [
-        [Chunk(chunk.token_ids[begin : begin + most_at_once], chunk.start + begin, chunk.pages)]
-        for begin in begins
-    ]
 
 
 def _use(device: torch.device) -> None:

@@ -8,6 +8,7 @@ Owns: the threads of loads and stores, the state that a pass shares with them. D
 messages.
 """
 
+import asyncio
 import threading
 import time
 from array import array
@@ -154,6 +155,10 @@ class LayerTransfers:
         part.storing.append(storing)
         if self._window is not None:
             self._last_stores[layer % self._window] = storing
+
+    async def stores_end(self) -> None:
+        """Wait for the end of all stores that have been launched."""
+        await asyncio.wrap_future(self._storing.submit(lambda: None))
 
     def close(self) -> None:
         """End the threads after the last pass. Waits for all launched loads and stores."""

@@ -7,7 +7,7 @@ knows).
 from collections.abc import Sequence
 
 from workers.engine.batch import Chunk
-from workers.execution.executor import CancelledOnDevice
+from workers.execution.prefill_pass import CancelledOnDevice
 from workers.groups.rank_messages import PrefillPass
 from workers.kvcache.layerwise import PassPart
 from workers.prefill.first_tokens import ends_of

@@ -61,7 +61,10 @@ class PrefillJob:
         """Set when no other rank uses the prompt's device pages any more."""
         self.is_dropped = False
         """Whether the prompt was aborted or has failed."""
+        self.is_preempted = False
+        """Whether the prompt gives its device pages up, and goes on with others in another round."""
         self.num_cached_tokens = 0
+        """The number of tokens whose KVCache is reused, and was not computed in an earlier round."""
         self.device_pages: list[int] = []
         self.reservation: Reservation | None = None
         self.fetch: PrefixFetch | None = None
@@ -81,6 +84,8 @@ class PrefillJob:
 
         The first pass of a round loads them. Later passes find them in the device pages.
         """
+        self._num_uncomputed = len(order.request.token_ids)
+        """The number of leading tokens that have been computed in no round."""
         self._num_cached_blocks = 0
         self._num_expected_blocks = 0
         """The number of blocks that count as cached although their fetch has not ended."""
@@ -106,6 +111,15 @@ class PrefillJob:
         if not self.result.done():
             self.result.set_result(result)
 
+    def preempt(self) -> None:
+        """End the round of a prompt without its result, as its device pages are needed. Idempotent.
+
+        A prompt whose result is known keeps its pages until they are stored.
+        """
+        if not self.result.done() or self.result.result() is None:
+            self.is_preempted = True
+            self.end_round(None)
+
     # -- memory -------------------------------------------------------------------------------------
 
     @property
@@ -128,6 +142,12 @@ class PrefillJob:
             for device_page, block in zip(device_pages, reservation.blocks, strict=True)
         ]
         self.times.note_memory()
+
+    def replace_pages(self, device_pages: list[int]) -> None:
+        """Set other device pages, as many as before, after the prompt was preempted."""
+        self.device_pages, self.is_preempted = device_pages, False
+        for block, page in zip(self._blocks, device_pages, strict=True):
+            block.device_page = page
 
     @property
     def num_held_blocks(self) -> int:
@@ -165,8 +185,9 @@ class PrefillJob:
         self._num_cached_blocks = num_blocks
         self._num_expected_blocks = len(self._expected_indices)
         num_tokens = len(self.order.request.token_ids)
-        self.num_cached_tokens = min(num_blocks * page_size, num_tokens - 1)
-        self.progress.num_done = self.num_cached_tokens
+        self.progress.num_done = min(num_blocks * page_size, num_tokens - 1)
+        self._num_uncomputed = min(self._num_uncomputed, self.progress.num_done)
+        self.num_cached_tokens = self._num_uncomputed
         self._must_load = num_blocks > 0
 
     def fetches_beyond(self, num_blocks: int) -> bool:
@@ -200,7 +221,7 @@ class PrefillJob:
         """Return the prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`)."""
         assert self.reservation is not None
         sources: Counter[str] = Counter()
-        for index in range(self._num_cached_blocks):
+        for index in range(-(-self.num_cached_tokens // page_size)):
             tier = self.reservation.blocks[index].tier
             num_tokens = min(page_size, self.num_cached_tokens - index * page_size)
             sources[tier.value if tier is not None else REMOTE] += num_tokens

@@ -27,8 +27,12 @@ class PassResult(NamedTuple):
 
     `hidden` are the states `[T, hidden_size]` of the chunks `ranges`, on the CPU, for the next stage. Without
     a next stage, or without a computed chunk, `hidden` is None and `ranges` is empty.
+
+    With `is_lost`, a helper that has layers was lost: no chunk is computed, and the pass can be repeated once
+    the layers are back.
     """
 
     results: list[ChunkResult]
     ranges: list[ChunkRange]
     hidden: torch.Tensor | None
+    is_lost: bool = False

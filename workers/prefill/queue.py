@@ -154,6 +154,11 @@ class PrefillQueue:
         self._prefill_chunk = prefill_chunk - prefill_chunk % multiple
         self._cut, self._multiple = cut, multiple
         self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
+        self.num_stages = 1
+        """The number of instances that compute each pass together: one more with a helper that has layers.
+
+        The first prompt of a pass may have so many chunks in it.
+        """
         self._num_blocks_worth_waiting = num_blocks_worth_waiting(block_size)
         self._prompts: list[QueuedPrompt] = []
         self._storing: list[QueuedPrompt] = []
@@ -206,10 +211,15 @@ class PrefillQueue:
         """The most tokens of a chunk."""
         return self._prefill_chunk
 
+    @property
+    def saturating_tokens(self) -> int:
+        """The number of tokens with which a pass reaches the device's full speed, at most `prefill_chunk`."""
+        return self._saturating_tokens
+
     def most_next(self, prompt: QueuedPrompt, *, prefix_arrives: bool) -> int:
         """Return the most tokens of a pass that begins with `prompt`."""
         hides_arrival = prefix_arrives and self._prompts == [prompt]
-        return self._prefill_chunk * (_CHUNKS_BESIDE_ARRIVAL if hides_arrival else 1)
+        return self._prefill_chunk * (_CHUNKS_BESIDE_ARRIVAL if hides_arrival else self.num_stages)
 
     def ready(self, prompt: QueuedPrompt, num_done: int, *, prefix_arrives: bool = False) -> None:
         """Mark a prompt as READY: its first `num_done` tokens need no computation.

@@ -36,7 +36,9 @@ class PrefillRunner:
     """The runner of a prefill instance. It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
 
     `run` closes `stage` in the end. `why_not` returns the reason why no prompt can be computed now; empty if
-    prompts can. `is_decoding` returns whether the device also decodes, so that passes must be short.
+    prompts can. `on_helper_lost` is called when a pass has no result because a helper that has layers is
+    lost; it calls `hold`. `is_decoding` returns whether the device also decodes, so that passes must be
+    short.
     """
 
     def __init__(
@@ -46,16 +48,19 @@ class PrefillRunner:
         send: Send,
         jobs: Jobs,
         why_not: Callable[[], str],
+        on_helper_lost: Callable[[], None],
         is_decoding: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stage, self._queue = stage, queue
         self._send = send
-        self._jobs, self._why_not, self._is_decoding = jobs, why_not, is_decoding
+        self._jobs, self._why_not, self._on_helper_lost = jobs, why_not, on_helper_lost
+        self._is_decoding = is_decoding
         self._job_of: dict[QueuedPrompt, PrefillJob] = {}
         self._job_ids = itertools.count(1)
         self._admitting: list[QueuedPrompt] = []
         """Prompts that wait for memory: one and, where passes can cut in, a small one beside it."""
         self._ready = asyncio.Event()
+        self._is_held, self._is_quiet = False, asyncio.Event()
         self._unanswered: set[Ref] = set()
         """Orders whose results have not been sent to the Conductor."""
         self.num_prompts = 0
@@ -104,7 +109,8 @@ class PrefillRunner:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                chunks, began_s = self._queue.plan(), loop.time()
+                self._queue.num_stages = 2 if self._stage.has_helper else 1
+                chunks, began_s = self._planned(self._queue.plan), loop.time()
                 if chunks:
                     if self._stage.can_cut_in:
                         await self._compute_with_cut_ins(chunks)
@@ -112,10 +118,46 @@ class PrefillRunner:
                         await self._compute(chunks)
                     self.seconds += loop.time() - began_s
                 else:
+                    if self._is_held:
+                        self._is_quiet.set()
                     self._ready.clear()
                     await self._ready.wait()
         finally:
             self._stage.close()
+
+    # -- pauses -------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Begin no further pass until `resume`."""
+        self._is_held = True
+        self._is_quiet.clear()
+        self._ready.set()
+
+    async def quiet(self) -> None:
+        """Wait until no pass runs, and no page is stored any more. To be called after `hold`."""
+        await self._is_quiet.wait()
+        await self._stage.stores_end()
+
+    def resume(self) -> None:
+        """Begin passes again, perhaps with pages in another arrangement."""
+        self._is_held = False
+        self._ready.set()
+        self.recheck_pages()
+
+    async def free_beyond(self, num_pages: int) -> None:
+        """Wait until no prompt has a device page with the number `num_pages` or higher.
+
+        Prompts that have such a page are preempted. To be called while these pages are closed.
+        """
+        await self._stage.device_pages.free_beyond(num_pages)
+
+    def recheck_pages(self) -> None:
+        """Check again whether prompts that wait for device pages can have some."""
+        self._stage.device_pages.recheck()
+
+    def _planned(self, plan: Callable[[], list[QueuedChunk]]) -> list[QueuedChunk]:
+        """Return the next pass; an empty one during a pause."""
+        return [] if self._is_held else plan()
 
     # -- one prompt ---------------------------------------------------------------------------------
 
@@ -189,19 +231,24 @@ class PrefillRunner:
     async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
         """Return the prompt's first token.
 
-        If reused blocks do not arrive, the prompt is computed again from the last good block on.
+        If reused blocks do not arrive, or the prompt is preempted, it is computed again from the last good
+        block on.
         """
         while True:
             num_blocks = await self._stage.num_usable_blocks(job)
             if await self._stage.reuse(job, num_blocks):
                 arrives = job.prefix_arrives and self._allows_long_passes
-                self._queue.ready(queued, job.num_cached_tokens, prefix_arrives=arrives)
+                self._queue.ready(queued, queued.num_done, prefix_arrives=arrives)
                 self._ready.set()
                 first = await job.result
                 if first is not None:
                     return first
                 queued.state = PromptState.ADMITTED
             await self._stage.recount(job, job.round + 1)
+            if job.is_preempted:
+                self._admitting.append(queued)
+                await self._stage.device_pages.replace(job)
+                self._leave_admission(queued)
 
     @property
     def _allows_long_passes(self) -> bool:
@@ -241,7 +288,7 @@ class PrefillRunner:
             running = passes.create_task(self._compute(chunks))
             running.add_done_callback(lambda _: self._ready.set())
             while not running.done():
-                urgent = self._queue.plan_cut_in([chunk.prompt for chunk in chunks])
+                urgent = self._planned(lambda: self._queue.plan_cut_in([chunk.prompt for chunk in chunks]))
                 if urgent:
                     await self._compute(urgent, cuts_in=True)
                 else:
@@ -251,9 +298,13 @@ class PrefillRunner:
     async def _compute(self, chunks: Sequence[QueuedChunk], *, cuts_in: bool = False) -> None:
         in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in chunks]
         rounds = [job.round for job, _ in in_pass]
-        loop, most_at_once = asyncio.get_running_loop(), self._queue.prefill_chunk
+        loop, has_helper = asyncio.get_running_loop(), self._stage.has_helper
+        most_at_once = self._queue.saturating_tokens if has_helper else self._queue.prefill_chunk
         began_s = loop.time()
         computed = await self._stage.compute(in_pass, cuts_in=cuts_in, most_at_once=most_at_once)
+        if computed.is_lost:
+            self._on_helper_lost()  # the same prompts are in a later pass
+            return
         if all(result.is_computed for result in computed.results):
             load_wait_s = in_pass[0][0].times.passes[-1].load_wait_s
             num_tokens = sum(num_tokens for _, num_tokens in in_pass)

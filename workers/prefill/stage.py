@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.cpu.mailbox import HelperLost
 from kvstore.client.worker_client import WorkerClient
 from mooncake.config.sections import WorkerConfig
 from mooncake.errors import MooncakeError, PoolError
@@ -22,7 +23,8 @@ from mooncake.messages.workers import Prefill
 from mooncake.tracing.spans import why_ended
 from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
-from workers.execution.executor import CancelledOnDevice, Executor
+from workers.execution.executor import Executor
+from workers.execution.prefill_pass import CancelledOnDevice
 from workers.groups.followers import Followers
 from workers.groups.next_stage import NextStage
 from workers.groups.rank_messages import PassChunk, PrefillPass
@@ -44,6 +46,7 @@ from workers.kvcache.reserving import reserve_prompt
 from workers.prefill.first_tokens import ends_of, first_tokens
 from workers.prefill.job import PrefillJob
 from workers.prefill.pass_result import ChunkResult, PassResult
+from workers.prefill.prompt_pages import PromptPages
 from workers.prefill.prompt_span import prompt_span
 from workers.prefill.queue import PromptProgress
 
@@ -83,11 +86,11 @@ class Stage:
         """
         self.pool = pool
         self.jobs: dict[int, PrefillJob] = {}
+        self.device_pages = PromptPages(executor.kv.pages, self.jobs)
         self._executor, self._transfers, self._next = executor, transfers, next_stage
         self._followers, self._tracer = followers, tracer
         self._behind = next_stage or followers
         """The link to the later stages or the other ranks, which compute their parts of each prompt."""
-        self._pages_freed = asyncio.Event()
 
     @property
     def page_size(self) -> int:
@@ -103,6 +106,11 @@ class Stage:
     def can_cut_in(self) -> bool:
         """Whether a pass can cut into another pass. With later stages or other ranks it cannot."""
         return self._behind is None
+
+    @property
+    def has_helper(self) -> bool:
+        """Whether another instance computes some of the layers, so that passes are cut into pieces."""
+        return self._executor.has_helper_for_layers
 
     def job(self, job_id: int, order: Prefill, progress: PromptProgress) -> PrefillJob:
         """Return a prompt's job, which is to be run inside `serving`."""
@@ -158,12 +166,13 @@ class Stage:
         if self._next is None:  # the first token is drawn here
             job.grammar = await self._executor.follow(order.request.sampling.grammar)
         if self._followers is not None:  # followers use pages of the same numbers
-            job.device_pages = await self._allocate(-(-len(order.request.token_ids) // self.page_size))
+            num_pages = -(-len(order.request.token_ids) // self.page_size)
+            job.device_pages = await self.device_pages.allocate(num_pages)
         if self._behind is not None:
             await self._behind.send(Begin(job.job_id, order, job.device_pages or None))
         reservation = job.reservation = await reserve_prompt(self.pool, order.request, self.page_size)
         await self.pool.send(reservation.reservation_id, order.grant, order.ref.request_id)
-        job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
+        job.begin(job.device_pages or await self.device_pages.allocate(len(reservation.blocks)))
 
     async def fetch(self, job: PrefillJob, compute_s: float = 0.0) -> None:
         """Begin to fetch the blocks that this stage's pool lacks from the order's `prefix_source`.
@@ -261,21 +270,8 @@ class Stage:
             await self.pool.verify([key for key, block in keyed if block.page in job.damaged_pages])
             raise PoolError(f"{len(job.damaged_pages)} cached blocks were damaged and have been dropped")
 
-    async def _allocate(self, num_pages: int) -> list[int]:
-        """Return device pages, waiting until other prompts release theirs.
-
-        Raises OutOfPages if no other prompt has pages, and there are still too few.
-        """
-        kv = self._executor.kv
-        while kv.pages.num_free < num_pages and any(job.device_pages for job in self.jobs.values()):
-            self._pages_freed.clear()
-            await self._pages_freed.wait()
-        return kv.pages.allocate(num_pages)
-
     def _free_device_pages(self, job: PrefillJob) -> None:
-        pages, job.device_pages = job.device_pages, []
-        self._executor.kv.pages.free(pages)
-        self._pages_freed.set()
+        self.device_pages.free(job)
 
     async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
         """Wait until followers no longer use the prompt's device pages, or are lost.
@@ -334,6 +330,8 @@ class Stage:
             done = await run(compute_recorded, on_cancel=drop_all)
         except CancelledOnDevice:
             pass
+        except HelperLost:
+            done = done._replace(is_lost=True)
         finally:
             for job, result in zip(jobs, done.results, strict=True):
                 job.leave_pass(is_computed=result.is_computed)
@@ -341,10 +339,16 @@ class Stage:
                     job.stored_behind.set()
         return done
 
+    async def stores_end(self) -> None:
+        """Wait until no store reads a device page. To be called while no pass runs."""
+        await self._transfers.stores_end()
+
     def recorded(self, jobs: Sequence[PrefillJob | None]) -> contextlib.AbstractContextManager[None]:
         """Return a context that records, on the device thread, that a pass of `jobs` is being computed."""
         refs = [job.order.ref for job in jobs if job is not None]
-        return self._executor.record.computing(refs, expected=(CancelledOnDevice, RankLost, MooncakeError))
+        return self._executor.record.computing(
+            refs, expected=(CancelledOnDevice, HelperLost, RankLost, MooncakeError)
+        )
 
     def hidden_of(self, data: bytearray) -> torch.Tensor:
         """Return the states `[T, hidden_size]`, on the CPU, in the bytes from the previous stage."""

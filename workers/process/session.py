@@ -26,7 +26,17 @@ from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import HandOver, ModulesSupport, PlaceModules, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
-from mooncake.messages.workers import SPOKEN, Abort, Decode, Leave, Prefill, Register, Reserve, WorkFailed
+from mooncake.messages.workers import (
+    SPOKEN,
+    Abort,
+    Decode,
+    Leave,
+    Prefill,
+    Register,
+    Reserve,
+    Role,
+    WorkFailed,
+)
 from mooncake.node.process_config import WorkerProcess
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.runner import DecodeRunner
@@ -199,6 +209,7 @@ class LeaderSession:
             self._link.tell,
             self._prefill_jobs,
             lambda: self._decode.why_no_prompts,
+            lambda: self._decode.helper_lost(),
             lambda: bool(self._decode_jobs.refs),
         )
         self._decode = DecodeRunner(
@@ -214,7 +225,8 @@ class LeaderSession:
             self._fingerprint,
             HelperAccess(self._process.cluster_key, config.conductor.peer_timeout_s),
             self._link.beat_now,
-            lambda: bool(self._prefill_jobs.refs),
+            self._prefill,
+            lambda: self._status.role is Role.PREFILL,
             self._followers,
             self._tracer,
         )

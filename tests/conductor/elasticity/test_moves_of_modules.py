@@ -65,8 +65,9 @@ class Cluster:
         self.conductor = Conductor(EPOCH, "model", limits or Limits(), settings, PROFILE)
         self.now_s, self.num_requests = 0.0, 0
         self.orders: list[tuple[str, PlaceModules]] = []
-        self.places = {f"d{n}": ModulesPlace() for n in range(len(hosts))}
-        self.num_tokens = dict.fromkeys(self.places, 0)
+        self.decodes = [f"d{n}" for n in range(len(hosts))]
+        self.places = {name: ModulesPlace() for name in ("p0", *self.decodes)}
+        self.num_tokens = dict.fromkeys(self.decodes, 0)
         self.keeping: set[str] = set()
         """Instances that refuse to take modules back."""
         self.computing: set[str] = set()
@@ -75,7 +76,7 @@ class Cluster:
         """The share of time in which the prefill instance computes, and its seconds so far."""
         self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
         self.tell(b"p0#1", member("p0", Role.PREFILL, prefill_host, why_not))
-        for name, host in zip(self.places, hosts, strict=True):
+        for name, host in zip(self.decodes, hosts, strict=True):
             self.tell(f"{name}#1".encode(), member(name, Role.DECODE, host, why_not))
 
     def tell(self, sender: bytes, message: object) -> None:
@@ -111,21 +112,19 @@ class Cluster:
             self.now_s += 1.0
             self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
             self.submit()
-            for name, place in self.places.items():
+            for name in self.decodes:
                 num_tokens, memory = used.get(name, IDLE)
                 self.num_tokens[name] += num_tokens
-                self.beat(name, memory, self.num_tokens[name], place)
+                self.beat(name, memory, self.num_tokens[name])
             self.prefill_s += self.prefill_use
-            self.beat("p0", 0.0, 0, ModulesPlace(), self.prefill_s)
+            self.beat("p0", 0.0, 0, self.prefill_s)
             self.carry_out(self.conductor.tick(self.now_s))
 
-    def beat(
-        self, name: str, memory: float, num_tokens: int, place: ModulesPlace, prefill_s: float = 0.0
-    ) -> None:
+    def beat(self, name: str, memory: float, num_tokens: int, prefill_s: float = 0.0) -> None:
         pools = {name: msgspec.structs.replace(POOL, num_pages=NUM_PAGES, num_free=NUM_PAGES)}
         num_free = round((1 - memory) * NUM_PAGES)
         stats = DecodeStats(num_tokens=num_tokens)
-        beat = Heartbeat(1, 0, num_free, pools, prefill_s=prefill_s, decode=stats, modules=place)
+        beat = Heartbeat(1, 0, num_free, pools, prefill_s=prefill_s, decode=stats, modules=self.places[name])
         self.tell(f"{name}#1".encode(), beat)
 
 
@@ -150,6 +149,19 @@ def test_layers_go_to_a_prefill_instance_only_while_it_is_idle() -> None:
     [(owner, order)] = cluster.orders
     assert (owner, order.helper) == ("d0", "p0")
     assert order.part.layers is not None
+
+
+def test_layers_of_a_busy_prefill_instance_go_to_an_idle_one_and_come_back() -> None:
+    cluster = Cluster(hosts=("host",), prefill_host="host")
+    cluster.prefill_use = 1.0
+    cluster.pass_seconds(40)
+    [(owner, order)] = cluster.orders
+    assert (owner, order.helper) == ("p0", "d0")
+    assert order.part.layers is not None
+    assert 8 <= order.part.layers.count <= 15
+    cluster.prefill_use = 0.1
+    cluster.pass_seconds(40)
+    assert [(owner, bool(order.part)) for owner, order in cluster.orders] == [("p0", True), ("p0", False)]
 
 
 def test_layers_come_back_when_the_load_is_even_and_do_not_leave_at_once_again() -> None:
@@ -183,7 +195,7 @@ def test_an_owner_that_takes_nothing_back_is_asked_now_and_then_while_other_modu
 def test_a_hundred_quiet_periods_move_nothing() -> None:
     cluster, rng = Cluster(), random.Random(1)
     for _ in range(int(100 * MODULES_PERIOD_S)):
-        used = {name: (rng.randint(800, 1000), rng.uniform(0.4, 0.6)) for name in cluster.places}
+        used = {name: (rng.randint(800, 1000), rng.uniform(0.4, 0.6)) for name in cluster.decodes}
         cluster.pass_seconds(1, **used)
     assert cluster.orders == []
 
@@ -227,9 +239,9 @@ def test_no_module_moves_while_a_role_changes() -> None:
     cluster = Cluster(limits=Limits(switch_timeout_s=3600))
     cluster.computing.add("r1")
     cluster.submit()
-    decoding = {name: cluster.conductor.instances.get(name) for name in cluster.places}
+    decoding = {name: cluster.conductor.instances.get(name) for name in cluster.decodes}
     [switching] = [one for one in decoding.values() if one is not None and one.requests]
-    busy, idle = (name for name in cluster.places if name != switching.name)
+    busy, idle = (name for name in cluster.decodes if name != switching.name)
     cluster.tell(FRONT, ChangeRole(1, switching.name, Role.PREFILL))
     cluster.pass_seconds(60, **{busy: BUSY})
     assert switching.state is InstanceState.SWITCHING

@@ -240,7 +240,7 @@ def _to_b(conductor: Conductor) -> None:
             "prefills",
             "a",
             1,
-            "prefills prefills; only instances that decode have KV heads at helpers",
+            "prefills prefills, so that layers of it can be at a helper, and no KV heads",
         ),
         (_drain, "a", "b", 1, "b is draining"),
         (_drain, "b", "a", 1, "b is draining"),
@@ -295,6 +295,20 @@ def test_a_prefill_instance_is_a_helper_and_keeps_its_role_meanwhile(conductor: 
     [effect] = conductor.handle(FRONT, ChangeRole(3, "prefills", Role.DECODE), 3.0)
     assert isinstance(effect.message, Ordered)
     assert effect.message.refusal == "prefills has modules of a"
+
+
+def test_a_prefill_instance_has_layers_at_a_helper_and_keeps_its_role_meanwhile(conductor: Conductor) -> None:
+    for name in ("prefills", "another"):
+        conductor.handle(peer_identity(name, 1), able(name, Role.PREFILL), 0.0)
+    part = ModulesPart(layers=LayerRange(0, 1))
+    answer, [placed] = order(conductor, "prefills", "a", part)
+    assert (answer.refusal, placed) == ("", PlaceModules(EPOCH, 1, "a", "/run/a", part))
+    tell(conductor, peer_identity("prefills", 1), ModulesPlace(EPOCH, 1, "a", part))
+    [effect] = conductor.handle(FRONT, ChangeRole(3, "prefills", Role.DECODE), 3.0)
+    assert isinstance(effect.message, Ordered)
+    assert effect.message.refusal == "layers 0:1 of prefills are at a"
+    refusal = order(conductor, "another", "a", ModulesPart(share=0.5))[0].refusal
+    assert refusal == "another prefills, so that layers of it can be at a helper, and no pages of sequences"
 
 
 def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None:

@@ -1,4 +1,4 @@
-"""Moves of modules from a decode instance to a helper, and back (BanaServe, section 4.1).
+"""Moves of modules from an instance to a helper, and back (BanaServe, section 4.1).
 
 Requests go on meanwhile (`rearranger`). When a helper of this host is lost, its modules return too: their
 memory is still mapped by this process, and an iteration that the helper has not answered is computed again.
@@ -34,6 +34,7 @@ from workers.errors import ModulesStayError, SessionLostError
 from workers.execution.executor import Executor
 from workers.modules.helper_link import HelperAccess, HelperLink
 from workers.modules.link_messages import LINK_VERSION, HostModules
+from workers.modules.prompts import Prompts
 from workers.modules.shared_parts import share_of
 
 _FEW_FREE_PAGES = 16
@@ -48,8 +49,9 @@ class ModuleMoves:
         most_tokens: The largest number of new tokens of an iteration.
         helpers: What is needed to connect to helpers.
         most_pages: Returns the largest number of pages that a request on this instance may need.
-        has_prompts: Returns whether passes outside of the batch use pages. No such pass may begin while
-            `place` names a helper.
+        prompts: The prompts that are computed outside of the batch.
+        is_prefill_only: Returns whether the instance decodes nothing. Such an instance has only layers at
+            helpers; any other one computes no prompts outside of the batch while `place` names a helper.
         call_off: Gives up a request that is to move to this instance and is not decoded here yet.
     """
 
@@ -65,20 +67,21 @@ class ModuleMoves:
         max_batch: int,
         helpers: HelperAccess,
         most_pages: Callable[[], int],
-        has_prompts: Callable[[], bool],
+        prompts: Prompts,
+        is_prefill_only: Callable[[], bool],
         call_off: Callable[[Sequence], Awaitable[None]],
     ) -> None:
         self._name, self._fingerprint = name, fingerprint
-        self._executor, self._loop = executor, loop
+        self._executor = executor
         self._most_tokens, self._max_batch, self._helpers = most_tokens, max_batch, helpers
-        self._most_pages, self._has_prompts = most_pages, has_prompts
+        self._most_pages, self._prompts, self._is_prefill_only = most_pages, prompts, is_prefill_only
         self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow | _Divide] = asyncio.Queue()
         self._link: HelperLink | None = None
         self._is_lost = False
         """Whether the helper is lost while some modules have not returned yet."""
         self._without_helper, self._pace = WithoutHelper(), HelperPace.unknown()
         self.meter = MovesMeter()
-        self._rearranger = Rearranger(executor, batch, transfers, loop, call_off, self.meter)
+        self._rearranger = Rearranger(executor, batch, transfers, loop, prompts, call_off, self.meter)
         self.place = ModulesPlace()
         """The place of the modules, in the form of heartbeats."""
 
@@ -174,7 +177,10 @@ class ModuleMoves:
             raise ModulesStayError(f"{self.place.part.what} are at {self.place.helper}")
         if self._executor.kv.num_lent_pages:
             raise ModulesStayError(f"{self._name} has modules of others itself")
-        if self._has_prompts():
+        if self._is_prefill_only():
+            if order.part.layers is None:
+                raise ModulesStayError(f"{self._name} prefills, so that only layers of it can be at a helper")
+        elif self._prompts.num_prompts:
             raise ModulesStayError(f"{self._name} still computes prompts that other instances decode")
         self._tell(helper=order.helper)
         try:
@@ -268,7 +274,7 @@ class ModuleMoves:
         `outcome` is the outcome for the counters (`MOVE_OUTCOMES`).
         """
         kv = self._executor.kv
-        if (num_pages := self._most_pages()) > kv.pages.num_own:
+        if (num_pages := max(self._most_pages(), self._prompts.most_pages)) > kv.pages.num_own:
             raise ModulesStayError(
                 f"a request may need {num_pages} pages before its end, and with all modules "
                 f"there are {kv.pages.num_own}"
@@ -286,6 +292,7 @@ class ModuleMoves:
         except ModulesStayError:
             if not self._is_lost:
                 kv.pages.reopen()
+                self._prompts.recheck_pages()
                 await self._free_weights()  # their memory is needed for pages
             raise
         try:
@@ -306,7 +313,7 @@ class ModuleMoves:
             raise self._kvcache_lost(f"{self.place.helper} is lost")
         log.warning("%s", reason)
         self._tell(is_moving=True)
-        await self._loop.quiet()
+        await self._rearranger.quiet()
         await self._rearranger.free_beyond(kv.pages.num_own)
         try:
             move = self._rearranger.begin(kv.pages.num_own, None)

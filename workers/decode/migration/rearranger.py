@@ -36,6 +36,7 @@ from workers.engine.kvcache.helped_parts import Helped
 from workers.errors import ModulesStayError
 from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end
+from workers.modules.prompts import Prompts
 
 _MIB = 1 << 20
 _FEW_PAGES = 32
@@ -65,11 +66,13 @@ class Rearranger:
         batch: DecodeBatch,
         transfers: BlockTransfers,
         loop: BatchLoop,
+        prompts: Prompts,
         call_off: Callable[[Sequence], Awaitable[None]],
         meter: MovesMeter,
     ) -> None:
         self._kv, self._model, self._batch = executor.kv, executor.model, batch
-        self._transfers, self._loop, self._call_off, self._meter = transfers, loop, call_off, meter
+        self._transfers, self._loop, self._prompts = transfers, loop, prompts
+        self._call_off, self._meter = call_off, meter
         self._held_s: float | None = None
         """The time since which no iteration begins, by the performance counter; None without a pause."""
         self._turn_taken = asyncio.Event()
@@ -100,10 +103,11 @@ class Rearranger:
     async def free_beyond(self, num_pages: int) -> None:
         """Free the pages with the number `num_pages` and higher, and wait until nothing uses them.
 
-        Running sequences that have such pages are preempted. Sequences that are prepared to migrate here and
-        have such pages are given up, and stay at their sources.
+        Running sequences and prompts that have such pages are preempted. Sequences that are prepared to
+        migrate here and have such pages are given up, and stay at their sources.
         """
         self._kv.pages.close_from(num_pages)
+        await self._prompts.free_beyond(num_pages)
         while self._kv.pages.used(num_pages):
             self._turn_taken.clear()
             if self._batch.preempt_beyond(num_pages):
@@ -170,7 +174,7 @@ class Rearranger:
         async with self._transfers.paused():
             self.hold()
             try:
-                await self._loop.quiet()
+                await self.quiet()
                 pages = [] if move.are_further else self._pages_to_copy(copied)
                 await at_once(lambda: move.copy(pages), move.give_up)
                 given_up = move.complete()
@@ -233,7 +237,7 @@ class Rearranger:
             await self.beside(copy, given_up.set)
             self.hold()
             try:
-                await self._loop.quiet()
+                await self.quiet()
                 if not helper.is_closed:
                     end_division(divisions, kv.pages)
                     self._meter.copied(len(pages) * kv.page_bytes)
@@ -257,12 +261,19 @@ class Rearranger:
         if self._held_s is None:
             self._held_s = time.perf_counter()
         self._loop.hold()
+        self._prompts.hold()
+
+    async def quiet(self) -> None:
+        """Wait until no iteration and no pass over prompts runs. To be called after `hold`."""
+        await self._loop.quiet()
+        await self._prompts.quiet()
 
     def _resume(self) -> None:
         assert self._held_s is not None
         self._meter.paused(time.perf_counter() - self._held_s)
         self._held_s = None
         self._loop.resume()
+        self._prompts.resume()
 
 
 async def at_once(call: Callable[[], None], on_cancel: Callable[[], None] | None = None) -> None:

@@ -83,6 +83,11 @@ class DevicePages:
         return num_own + min(num_full, self.num_usable - num_own)
 
     @property
+    def are_closed(self) -> bool:
+        """Whether some pages are closed, so that `rearrange` or `reopen` will give more free ones."""
+        return self._keeps_freed or self._num_open < self.num_pages
+
+    @property
     def next_free(self) -> list[int]:
         """The free pages of this process, in the order in which they are allocated."""
         return self._free[::-1]
