@@ -130,14 +130,17 @@ async def test_blocks_that_were_stored_before_are_reused_wherever_layers_are(
         assert whole == expected
         await said(begin(pair, "here", 1, 40))
         await pair.move(SOME)
+        await said(begin(pair, "others", 2, 90))  # their KVCache is in the pages that are used next
         longer = begin(pair, "here", 1, 90)
         assert await said(longer) == expected[0]
         assert longer.answer.num_cached_tokens == 40
         await said(begin(pair, "there", 1, 56))
+        await said(begin(pair, "others", 3, 90))
         again = begin(pair, "there", 1, 73)
         assert await said(again) == expected[1]
         assert again.answer.num_cached_tokens == 56
         await pair.move(0)
+        await said(begin(pair, "others", 4, 90))
         back = begin(pair, "there", 1, 90)
         assert await said(back) == expected[0]
         assert back.answer.num_cached_tokens == 72
@@ -183,6 +186,9 @@ async def test_layers_come_back_although_a_prompt_needs_their_pages(
         async with beyond_own_pages(pair) as (decoded, expected, passes):
             number = pair.order(0)
             await until(lambda: pair.owner.executor.kv.pages.are_closed)
+            passes.end(1)
+            await until(lambda: passes.num_computed == 3)
+            assert not pair.owner.executor.kv.pages.used(NUM_PAGES)
             passes.end(100)
             assert (await pair.ended(number)).error == ""
             assert await said(decoded) == expected

@@ -17,6 +17,7 @@ from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.migration.rearranger import Rearranger
 from workers.engine.spec import ModelSpec
+from workers.modules.prompts import Prompts
 
 SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 2, 2, 1, 8, 4096)
 
@@ -31,7 +32,13 @@ class Dividing:
         self.before, self.num_free = list(self.sequence.pages), self.kv.pages.num_free
         self.loop = Mock(spec=BatchLoop)
         self.rearranger = Rearranger(
-            Mock(kv=self.kv), batch.batch, MagicMock(), self.loop, AsyncMock(), MovesMeter()
+            Mock(kv=self.kv),
+            batch.batch,
+            MagicMock(),
+            self.loop,
+            AsyncMock(Prompts),
+            AsyncMock(),
+            MovesMeter(),
         )
         self.nums_copied: list[int] = []
         self.on_copy: Callable[[], None] = Mock()
