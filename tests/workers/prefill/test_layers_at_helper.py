@@ -120,16 +120,17 @@ async def test_answers_are_those_of_layers_that_stay(
         assert await answers(pair, "back", 8) == expected
 
 
+@pytest.mark.parametrize("part", [SOME, LayerRange(0, 2)], ids=["last", "first"])
 @pytest.mark.parametrize("is_remote", [False, True], ids=["one host", "two hosts"])
 async def test_blocks_that_were_stored_before_are_reused_wherever_layers_are(
-    start_decode_lab: StartDecodeLab, tmp_path: Path, *, is_remote: bool
+    start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part, *, is_remote: bool
 ) -> None:
     async with paired(start_decode_lab, tmp_path, IN_PIECES, is_remote=is_remote, is_prefill=True) as pair:
         whole = [await said(begin(pair, "whole", 1, num)) for num in (90, 73, 56)]
         expected = [await said(begin(pair, f"alone {num}", 1, num)) for num in (90, 73, 56)]
         assert whole == expected
         await said(begin(pair, "here", 1, 40))
-        await pair.move(SOME)
+        await pair.move(part)
         await said(begin(pair, "others", 2, 90))  # their KVCache is in the pages that are used next
         longer = begin(pair, "here", 1, 90)
         assert await said(longer) == expected[0]
