@@ -39,7 +39,7 @@ class _Use:
     num_left: float
     at_s: float
     num_running: int = 0
-    """Choices that have not ended, of all requests with this key."""
+    """Choices of the requests with this key that have not ended. A choice counts until its request ends."""
     num_let_in: int = 0
     num_limited: int = 0
     """Requests refused because of a limit of this key."""
@@ -58,7 +58,8 @@ class KeyLimits:
     def enter(self, key: ApiKey, now_s: float) -> None:
         """Count a request that begins, with one choice. The caller must call `leave` later.
 
-        Raises RateLimitedError; then the request is not counted, and `leave` must not be called.
+        Raises RateLimitedError if a limit is exceeded. The request is not counted then, and the caller must
+        not call `leave`.
         """
         use = self._uses.setdefault(key.sha256, _Use(_most(key.requests_per_minute), now_s))
         try:
@@ -73,7 +74,8 @@ class KeyLimits:
         """Count `num_more` further choices of a request that has begun.
 
         Raises RequestError for more choices than the key may ever run, RateLimitedError for more than it may
-        run now. After an error, the further choices are not counted.
+        run now. After an error, the further choices are not counted, and the metrics count the request as
+        refused by a limit.
         """
         use, most = self._uses[key.sha256], key.max_concurrent
         if most is not None and use.num_running + num_more > most:

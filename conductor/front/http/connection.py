@@ -383,9 +383,10 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def shutdown(self) -> None:
-        """Close the connection when the response to the present request has ended.
+        """Close the connection after the response to the request that is being answered.
 
-        Without a present request the connection closes at once.
+        Requests behind that request are dropped. A connection without such a request closes at once, unless
+        its socket has just been accepted for plain HTTP: then a request that comes with it is still answered.
         """
         self._pipelined.clear()
         if self._answering is not None:

@@ -14,11 +14,11 @@ from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
 
 @contextmanager
 def while_connected(request: Request) -> Iterator[None]:
-    """Make a context for the work of a request, which is cancelled if the client disconnects.
+    """Make a context whose work is cancelled if the client of `request` disconnects.
 
-    The context then raises ClientDisconnect. It raises it at once if the client had disconnected before. If
-    the work raises another error first, that error is raised. Without this context, a request would be
-    submitted even if its client had disconnected while the body waited or was read.
+    The context then raises ClientDisconnect. It raises ClientDisconnect at once if the client disconnected
+    before. Other errors of the work are raised as they are. Without this context, a request would be
+    submitted even if its client had disconnected while the request's body waited or was read.
     """
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
     task: asyncio.Task[object] | None = None

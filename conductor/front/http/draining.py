@@ -20,9 +20,9 @@ class FrontDrain:
     """
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """Prepare the drain. `on_end` is called once the drain has begun and no request is open.
+        """Prepare the drain. `on_end` is called as soon as the drain has begun and no request is open.
 
-        It is called again whenever a later request, which was refused, has ended.
+        `on_end` is called again whenever a later request, which was refused, has ended.
         """
         self._on_end = on_end
         self._has_begun = False

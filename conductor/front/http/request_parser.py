@@ -83,7 +83,10 @@ class RequestParser:
         self._unread, self._unread_from = b"", 0
         """Received bytes, and the position in them at which the parser goes on."""
         self._num_held_bytes = 0
-        """Bytes that httptools has got since the last complete head, body part or request, and holds."""
+        """Bytes that httptools has got since the latest complete head, body part or request.
+
+        The number is limited because httptools may keep all of these bytes.
+        """
         self._num_body_bytes_left = 0
         """Bytes of a body of known length that have not arrived."""
         self._num_excess_bytes = 0

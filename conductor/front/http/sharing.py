@@ -21,13 +21,14 @@ Each takes 12 KiB of memory without TLS, and up to 130 KiB with TLS.
 MAX_STALLED = 256
 """The most connections whose clients have stopped reading a response. The response's rest stays in memory."""
 CROWD_LEN = 64
-"""The number of ended connections after which memory is returned to the system."""
+"""The drop in the number of open connections after which memory is returned to the system."""
 MAX_READ_AT_ONCE = 16
 """The most connections in `ReadingTurns` whose received bytes are parsed in one turn of the event loop."""
 _SHARE_OF_DESCRIPTORS = 4
-"""The limit of the process's file descriptors, divided by this number, bounds the connections of each kind.
+"""The divisor of the process's limit of file descriptors; the quotient bounds each kind of connections.
 
-The remaining descriptors are for responses, workers and another listener.
+The kinds are those of `ConnectionTable`. The other descriptors are for connections whose requests are being
+answered, for workers, and for another listener.
 """
 
 
@@ -38,9 +39,9 @@ class Evictable(Hashable, Protocol):
         """Close the connection to free its slot."""
 
     def shutdown(self) -> None:
-        """Close the connection when the response to the present request has ended.
+        """Close the connection after the response to the request that is being answered.
 
-        Without a present request the connection closes at once.
+        A connection without such a request closes at once, or soon if it is just being set up.
         """
 
     def abort(self) -> None:
@@ -114,9 +115,9 @@ class ConnectionTable:
         return any(peers.make_room() for peers in (self._closing, self._waiting, self._stalled))
 
     def crowd_has_gone(self) -> bool:
-        """Return whether `CROWD_LEN` connections have ended since the peak.
+        """Return whether at least `CROWD_LEN` connections fewer are open than at the peak.
 
-        The peak is the most connections that were open since the last call that returned True.
+        The peak is the most connections that were open at a time since the last call that returned True.
         """
         has_gone = self._peak_open - len(self.open) >= CROWD_LEN
         if has_gone:

@@ -41,7 +41,10 @@ _FIRST_ANSWER_S = 1.0
 _LAST_WORDS_S = 1.0
 """Seconds in which clients can read the error that ends their answers."""
 _MIN_PENDING_BYTES = 32 << 20
-"""Bytes that all incomplete requests together may hold, unless two requests of the largest size need more."""
+"""The bytes that all incomplete requests of a listener may hold together.
+
+If two requests of the largest size need more, the limit is what these two need.
+"""
 _TIDY_S = 5.0
 _IDLE_S = 75.0
 """Seconds for which an idle connection stays open.
