@@ -58,7 +58,10 @@ Heartbeats are counted, not seconds: when a front goes on after a stop, many sec
 may be answers that the front has not read yet.
 """
 _MAX_UNREAD = 64
-"""The most messages unread by the Conductor before new requests wait. Reading them takes some 10 ms."""
+"""The number of messages unread by the Conductor above which new requests wait.
+
+The Conductor reads so many messages in some 10 ms.
+"""
 ACCEPTED_SINCE = 28
 """The oldest protocol version with which a Conductor sends `Accepted`."""
 _MAX_OUTPUTS_AT_ONCE = 128
@@ -149,15 +152,18 @@ class Link:
 
     @property
     def cluster(self) -> ClusterState | None:
-        """The latest state that the Conductor sent; None before the first state.
+        """The latest state that the Conductor sent; None if the Conductor does not answer.
 
-        It is also None after more than `MAX_UNANSWERED` unanswered heartbeats.
+        It is None before the first state, and after more than `MAX_UNANSWERED` unanswered heartbeats.
         """
         return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
 
     @property
     def prefill_costs(self) -> Costs | None:
-        """The costs of prefill that the Conductor has learned; None before there was an instance."""
+        """The costs of prefill in the latest state that the Conductor sent; None if they are unknown.
+
+        They are unknown before the first state, and while no instance computes prompts.
+        """
         return None if self._cluster is None else self._cluster.prefill_costs
 
     @property
@@ -316,9 +322,9 @@ class Link:
         await self._say(Cancel(request_id) if continued is None else Continue(continued))
 
     async def _say(self, message: Cancel | Continue) -> None:
-        """Send the Conductor a message that may be lost.
+        """Send the Conductor a message. An error is ignored, as the message may be lost.
 
-        Then this front sends the message again, by itself or because the Conductor asks again.
+        This front sends a lost message again later, by itself or because the Conductor asks again.
         """
         with contextlib.suppress(PeerGoneError):
             await self._conductor.send(message)

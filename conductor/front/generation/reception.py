@@ -57,7 +57,7 @@ class Reception:
     awaits_acceptance: bool = False
     """Whether the further choices of the answer are held back until the Conductor has accepted this one."""
     num_unaccepted_beats: int = 0
-    """Heartbeats of the front since the submission while `awaits_acceptance`."""
+    """The number of the front's heartbeats for which `awaits_acceptance` has been True."""
     last_s: float = field(init=False)
     """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)
@@ -102,7 +102,7 @@ class Reception:
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
     def accept(self, output: TokenOutput) -> list[Received] | None:
-        """Return the new tokens that are in order after the arrival of `output`; None if it is dropped.
+        """Return the tokens that can be passed on after the arrival of `output`; None if `output` is dropped.
 
         The list is empty if `output` has to wait for earlier tokens, or has nothing new. An output of a
         replaced attempt is dropped, unless early outputs wait: it may fill the gap before them.

@@ -20,7 +20,10 @@ MAX_BEATS_FOR_LAST_TOKENS = 3
 They count from the Conductor's report that all tokens were sent, or that it does not know the request.
 """
 MAX_UNACCEPTED_BEATS = 1
-"""The most heartbeats without an `Accepted`: at the first one the submission may still be in flight."""
+"""The most heartbeats for which an `Accepted` is awaited. At the next one it counts as lost.
+
+At the first heartbeat the submission may still be in flight.
+"""
 
 
 class Receptions:
@@ -77,7 +80,7 @@ class Receptions:
             reception.receive(Accepted(request_id))
 
     def all_sent(self, request_id: str, num_output_tokens: int) -> None:
-        """Record that all tokens of a request were sent: the last ones are in flight, or lost."""
+        """Record that all tokens of a request were sent, so that missing ones are in flight or lost."""
         if (reception := self._of.get(request_id)) is not None:
             reception.num_sent, reception.num_silent_beats = num_output_tokens, 0
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 TRACE_BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 MOST_QUEUED = 10_000
-"""The length of the thread's queue above which further requests are not recorded."""
+"""The number of entries waiting for the thread above which further requests are not recorded."""
 _ID_BITS = 53
 """The bits of a hash id: as many as JSON readers represent exactly."""
 

@@ -25,9 +25,9 @@ from mooncake.messages.fronts import Accepted
 _MAX_EVENTS_AT_ONCE = 64
 """The most events sent in one turn of the event loop to a client that has not read for a while."""
 _MAX_BYTES_AT_ONCE = 1 << 17
-"""The bytes of a whole answer that are encoded before other tasks of the event loop run.
+"""The bytes of an answer that are encoded in one turn of the event loop, for answers that are not streamed.
 
-The part that reaches this number is encoded as a whole.
+Choices are encoded as a whole, so the choice that reaches this number may exceed it.
 """
 
 _STREAM_HEADERS = [
@@ -158,7 +158,10 @@ class GenerationResponse(Response):
             await self._send_part(chunks)
 
     def _gain(self, event: Received | Lost) -> Delta | None:
-        """Return the new output in `event`, after a search for tool calls, as `Generation.gain` does."""
+        """Return the new output in `event`, searched for tool calls.
+
+        Returns None, or raises an error, if `Generation.gain` does.
+        """
         delta = self._generation.gain(event)
         return None if delta is None else self._answers.seen(delta)
 

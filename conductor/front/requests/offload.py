@@ -29,7 +29,10 @@ from mooncake.errors import OverloadedError
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
-"""The most tasks of one tenant that wait in a queue. `MAX_WAITING` limits those of all tenants together."""
+"""The most tasks of one tenant that wait in a queue.
+
+`MAX_WAITING` limits the tasks of all tenants together, including the task that runs.
+"""
 MAX_WAITING_BYTES, MAX_WAITING_BYTES_OF_TENANT = 64 << 20, 32 << 20
 """The most bytes of bodies that wait in a queue, of all tenants together and of one tenant.
 
@@ -41,7 +44,7 @@ _MAX_S = 120.0
 Such a task must hang: even on a busy machine, a task that computes uses up its processor time far sooner.
 """
 _FORK_S = 30.0
-"""Seconds that the first process may take to fork another one, unless it hangs or is stopped."""
+"""Seconds for a fork by the first process. If a fork takes longer, the process counts as hung or stopped."""
 
 
 class Queue(Enum):
@@ -82,7 +85,7 @@ class Offload:
             self.close()
 
     def close(self) -> None:
-        """End the first process. The kernel then ends the processes that it has forked. Idempotent."""
+        """End the first process. The kernel then ends the processes that this one has forked. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.close()
             os.kill(self._pid, signal.SIGKILL)  # the process may be stopped, and has nothing to finish
@@ -92,7 +95,7 @@ class Offload:
         """Return the result of the queue's work for `task`, which is small, and `body`, which may be large.
 
         Raises the error of the work, RequestError if the work exceeded its limits, or OverloadedError if too
-        many tasks wait. If the caller is cancelled, a task that has not begun is dropped.
+        many tasks or bytes wait. If the caller is cancelled, a task that has not begun is dropped.
         """
         return await self._queues[queue].do(task, tenant, body)
 

@@ -1,9 +1,10 @@
 """The reading of requests' bodies, which must not delay other requests.
 
-Short bodies are read in the event loop, long bodies in other processes.
+Bodies of up to `MAX_BRIEF_BYTES` are read in the event loop, if they make no long prompts. All other bodies
+are read by two other processes: one reads bodies of up to 256 KiB, the other one reads longer bodies.
 
-Owns: which bodies are short, the messages to and from the processes of `offload`. Does not know: HTTP, how
-bodies are read (`validation`, `tokenization`, `context_beginnings`), who owns a context cache.
+Owns: which bodies are read where, the messages to and from the processes of `offload`. Does not know: HTTP,
+how bodies are read (`validation`, `tokenization`, `context_beginnings`), who owns a context cache.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ MAX_BRIEF_BYTES = 8192
 Reading a longer body there takes milliseconds, and would delay all streams by as much.
 """
 _MAX_SHORT_BYTES = 1 << 18
-"""The most bytes of a body in the queue of short bodies."""
+"""The most bytes of a body that is read in the process for short bodies (`Queue.SHORT`)."""
 _MAX_WAITING_GRAMMARS = 16
 """The most grammars of one API key that wait to be compiled."""
 _MAX_GRAMMARS_KEPT = 32
@@ -70,7 +71,7 @@ class _TokensTask(NamedTuple):
 class Reading:
     """The reader of one front's bodies. Needs a running event loop.
 
-    Long bodies are read, and grammars compiled, only while `run` runs.
+    The processes that read bodies and compile grammars work only while `run` runs.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Reading:
         """Fork the first process of `offload`.
 
         No other thread may run now: the child would wait for ever for a lock that such a thread holds.
-        `must_wait` returns whether short bodies have to wait before they are read.
+        `must_wait` returns whether bodies that are read in the event loop have to wait.
         """
         self._model, self._name, self._max_choices = model, served_model_name, max_choices
         self._offload = Offload(

@@ -16,10 +16,12 @@ SLO_CLASS_HEADER = "x-mooncake-slo-class"
 
 
 def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: ApiKey | None) -> Job:
-    """Return the job with the SLO class of this name (None: no class), for the tenant with this key.
+    """Return the job with the SLO class `name`, and with the tenant that owns `key`.
 
-    `priorities` has the priority of each class. The priority of the named class replaces the job's own.
-    Raises RequestError if the class does not exist, or if the key may not have the priority of the class.
+    `name` is None if the client names no class: then the job's class and priority stay. `key` is None if
+    clients need no keys. `priorities` has the priority of each class. The priority of the named class
+    replaces the job's own. Raises RequestError if the class does not exist, or if the key may not have the
+    priority of the class.
     """
     if name is None and key is None:
         return job

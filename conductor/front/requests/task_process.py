@@ -30,7 +30,7 @@ _MAX_NEW_BYTES = 1 << 30
 _NICE = 10
 """The nice value of the processes: beside a process that computes all the time they get a tenth of a core."""
 SIZE = struct.Struct("<Q")
-"""The format of the number of bytes that is sent before each part."""
+"""The format of a number on a connection: the bytes of the part behind it or, at first, the process id."""
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
@@ -54,9 +54,10 @@ A MooncakeError that it raises is raised at the caller of `Offload.do`.
 
 
 def fork_first(control: socket.socket, work: Sequence[Work]) -> int:
-    """Fork the first process, which forks the others. Returns its id.
+    """Fork the first process, which forks the others. Returns the process id of the first one.
 
-    Each message at `control` has a queue's number, an index of `work`, and the connection of a new process.
+    Each message at `control` is an order to fork a process. The message has a queue's number, which is an
+    index of `work`, and carries the socket over which the new process gets its tasks.
     """
     return _fork(lambda: _fork_for_queues(control, work), keep=[control])
 
@@ -91,7 +92,7 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
 def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
     """Fork a process for each message at `control`, until the front is gone.
 
-    A message has a queue's number and the connection of the new process.
+    A message has a queue's number, and carries the socket over which the new process gets its tasks.
     """
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)

@@ -1,4 +1,4 @@
-"""The order in which short bodies are read in the event loop: tenants take turns.
+"""The order in which bodies are read in the event loop: tenants take turns.
 
 Reading a body takes milliseconds, and the bodies of many connections can arrive at once. Only a few bodies
 are read in each turn of the event loop, so that streams and other tenants do not wait for all of them. While
@@ -41,7 +41,7 @@ class ReadingOrder:
     async def turn(self, tenant: str, num_bytes: int) -> None:
         """Wait until a body of this size may be read.
 
-        The caller must read it before waiting for anything else.
+        The caller must read the body at once, before waiting for anything else.
         """
         waiting = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(waiting)

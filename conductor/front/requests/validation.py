@@ -110,7 +110,7 @@ class Job(msgspec.Struct, frozen=True):
     slo_class: str = ""
     tenant: str = ""
     claim: QuotaClaim | None = None
-    """The answer's claim on the tenant's quota; None if the tenant has no quota."""
+    """The answer's claim on the tenant's quota; None before it is made, or if the tenant has no quota."""
     num_shared: Sequence[int] = ()
     """The length in tokens of each prompt's common prefix with the context cache; empty without a cache."""
     cache_use: CacheUse | None = None
@@ -287,8 +287,8 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
     """Return the job with an output length that the instances can hold.
 
     The output length is cut, unless the client has chosen it. Raises RequestError if no pair of instances
-    could ever hold the longest prompt with the output that the client has chosen. Until there has been a
-    pair, sizes are unknown, and the job is not changed.
+    could ever hold the longest prompt with the output that the client has chosen, or with a single token if
+    the client has chosen none. Until there has been a pair, sizes are unknown, and the job is not changed.
     """
     if cluster.max_sequence_blocks == 0:
         return job

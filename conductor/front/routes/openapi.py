@@ -37,9 +37,9 @@ _ERROR = {
 
 
 def described(body: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a route's body, for its `openapi_extra`.
+    """Return the OpenAPI description of a request body, for the argument `openapi_extra` of its route.
 
-    This is needed because FastAPI describes only bodies that it parses.
+    This is needed because FastAPI describes only bodies that FastAPI itself parses.
     """
     schema = body.model_json_schema(ref_template=_REFERENCE)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

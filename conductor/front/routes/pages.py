@@ -42,7 +42,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _WITHOUT_INTERNET = {"validatorUrl": None}
-"""Parameters with which Swagger UI does not send the description to a validation server of its makers."""
+"""Parameters that keep Swagger UI from sending the API's description to a validation server of its makers."""
 
 
 def add_pages(app: FastAPI, model_name: str) -> None:

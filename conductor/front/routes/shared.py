@@ -169,7 +169,7 @@ class FrontState:
         )
 
     async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:
-        """Return the answer to a request about tokens. Raises RequestError."""
+        """Return the answer to a request about tokens. Raises RequestError, or ClientDisconnect."""
         with while_connected(request):
             body = await self.read_body(request)
             answer = await self.reading.about_tokens(kind, body, key_of(request))
