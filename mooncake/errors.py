@@ -5,7 +5,7 @@
     ├── ModelError         a checkpoint that cannot be found, read or served
     ├── MismatchError      two sides that must agree and do not (fingerprint, layout, version)
     ├── GrammarError       a grammar that cannot be compiled or followed
-    ├── RequestError       the client's request is wrong                     -> HTTP 4xx
+    ├── RequestError       a client's request is answered with an error      -> HTTP 4xx, 5xx
     │   └── OverloadedError    no room for it now                            -> HTTP 429 + Retry-After
     ├── PoolError          the KVCache pool refuses an operation
     │   └── PoolFullError      no page is free and none can be evicted
@@ -67,9 +67,11 @@ class MismatchError(MooncakeError):
 
 
 class RequestError(MooncakeError):
-    """The request can never succeed as it was sent.
+    """A client's request is answered with an error.
 
-    `status` is the HTTP status, `param` the offending field, `code` OpenAI's machine-readable word.
+    With most values of `status`, the HTTP status, the request can never succeed as it was sent. With 429 and
+    5xx the request may succeed later or elsewhere. `param` is the offending field, `code` OpenAI's
+    machine-readable word.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ class Unpin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Replicate(msgspec.Struct, tag=True, frozen=True):
-    """Order to fetch missing blocks of a prefix in the background, and to keep them. Needs no answer.
+    """Order to fetch missing blocks of a prefix into the pool, in the background. Needs no answer.
 
-    The fetch is given up after `timeout_s` seconds.
+    The fetch is given up after `timeout_s` seconds, and if the pool has no room. The blocks are not pinned.
     """
 
     keys: list[BlockKey]

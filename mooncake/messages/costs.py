@@ -129,7 +129,7 @@ class ModelShape(msgspec.Struct, frozen=True):
 class Point(NamedTuple):
     """A measured duration with two quantities.
 
-    They are new and cached tokens of a prefill, or requests and KV tokens of an iteration.
+    As measured, they are new and cached tokens of a prefill, or requests and KV tokens of an iteration.
     """
 
     first: float
@@ -148,8 +148,9 @@ def fit(points: Sequence[Point]) -> Costs:
     Errors of more than `_HUBER_DEVIATIONS` standard deviations count in proportion to their size rather than
     to its square, so single durations that something else made longer hardly move the costs. The loss is
     minimized by least squares whose weights follow the errors. The standard deviation is estimated from the
-    median of the absolute errors. `points` have the polynomial's quantities. Raises ValueError without any
-    points.
+    median of the absolute errors. Raises ValueError without any points.
+
+    The quantities of `points` are those of `Costs`: for prefills, the results of `prefill_quantities`.
     """
     if not points:
         raise ValueError("costs cannot be fitted to no measurements")

@@ -68,7 +68,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """The waits of a request on its way into the batch, as in `Finished`; None while unknown."""
+    """The waits of a request before it joins the batch, with the fields of `Finished`; None while unknown."""
 
     ref: Ref
     arrival_s: Span | None
@@ -96,6 +96,10 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     decode: DecodeStats = DecodeStats()
     decode_load: DecodeLoad = DecodeLoad()
     joining: list[Joining] = []
-    """The requests' progress into the batch since the last heartbeat, in order."""
+    """The waits that have ended since the last heartbeat, in the order of their ends.
+
+    A request has an entry when its KVCache has arrived, if it is not inlined, and one when the request has
+    joined the batch.
+    """
     modules: ModulesPlace = ModulesPlace()
     moves: MovesStats = MovesStats()

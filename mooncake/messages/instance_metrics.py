@@ -1,6 +1,7 @@
 """Heartbeats as Prometheus metrics.
 
-The Conductor's /metrics has those of all instances, an instance's own listener those of the instance.
+The Conductor's /metrics has the heartbeats of all instances. The listener of an instance has the heartbeats
+of this instance alone.
 
 Owns: these metrics' names and labels. Does not know: scrapers, how a heartbeat arrived.
 """

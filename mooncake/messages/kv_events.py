@@ -76,7 +76,8 @@ class EventsGone(msgspec.Struct, tag=True, frozen=True):
 class GetSnapshot(msgspec.Struct, tag=True, frozen=True):
     """The request for a snapshot, which is sent in parts.
 
-    A second request before the last part begins a newer snapshot.
+    If the follower asks again before the last part is sent, the remaining parts are dropped, and a newer
+    snapshot is sent.
     """
 
 

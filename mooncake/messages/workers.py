@@ -45,7 +45,7 @@ class Role(StrEnum):
 
 
 STAGES = (Role.PREFILL, Role.DECODE)
-"""The stages that a request needs, on two instances or on one instance with the role BOTH."""
+"""The roles that a request needs, of two instances or of one instance with the role BOTH."""
 
 
 class InstanceState(StrEnum):
@@ -98,9 +98,9 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     The same Conductor refuses the registration, as a break of the connection may have swallowed orders.
     """
     held: list[Held] = []
-    """The requests of the Conductor with this `epoch` with which the instance goes on.
+    """The requests that the Conductor of this `epoch` has ordered, and with which the instance goes on.
 
-    It goes on unless it is told to stop.
+    The instance goes on with a request unless the Conductor that it registers with stops the request.
     """
     num_connections: Count = 1
     """The number of the worker's connections to Conductors so far.
@@ -113,7 +113,7 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     least_chunk_tokens: Count = 0
     """The fewest prompt tokens of an iteration with other requests; 0: as few as their TBT SLOs demand."""
     can_migrate: bool = True
-    """Whether requests that are being decoded can move from this instance to another one, and the reverse."""
+    """Whether requests that are being decoded can migrate from this instance and to this instance."""
 
     @property
     def versions(self) -> Versions:
@@ -168,9 +168,10 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 class Finished(msgspec.Struct, tag=True, frozen=True):
     """The report that the decode instance has sent the last token to the front.
 
-    `arrival_s`: seconds from the request's turn until its KVCache had arrived. `joining_s`: the other seconds
-    from the order to decode until the request joined the batch. Each is None for a request that did not get
-    so far, or did not need the wait.
+    `arrival_s`: seconds from the request's turn in the double check until its KVCache was in the pool.
+    `joining_s`: seconds from the order to decode until the request joined the batch, less `arrival_s`. So a
+    wait for the turn is a part of `joining_s`. Both are None for a request that this instance has inlined or
+    taken over; `joining_s` is also None if the first token was the last.
     """
 
     ref: Ref
@@ -295,8 +296,8 @@ class Decode(msgspec.Struct, tag=True, frozen=True):
 
     Decoding begins when the KVCache has arrived.
 
-    `time_left_s`: seconds until the first token is due, for which the request may wait for its turn; None if
-    it may not wait.
+    `time_left_s`: seconds until the first token is due. The request may wait for its turn in the double check
+    until then; None if it may not wait.
     """
 
     ref: Ref
