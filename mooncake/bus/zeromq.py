@@ -219,7 +219,7 @@ class Dealer(_Socket[Incoming]):
         """Connect to another `Router`, or anew to the same one.
 
         Unread messages of the former `Router` are dropped, and so are unsent messages to it. The count of
-        connections begins again. Raises ConfigError.
+        connections begins again. An unusable endpoint raises ConfigError, and closes the socket.
         """
         if self.endpoint is not None:
             self._socket.disconnect(self.endpoint)

@@ -27,7 +27,7 @@ from mooncake.messages.workers import InstanceState, Role
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 MOST_MISSED_S = 10.0
-"""The longest silence, in seconds, of a front that has answered before."""
+"""Seconds for which a command waits for a front that has answered before and answers no more."""
 REGISTERED_AGAIN_S = 10.0
 """Seconds within which running instances register with another Conductor."""
 

@@ -79,7 +79,7 @@ def _child(config: Config) -> Child:
 async def measure(child: Child) -> list[Measured]:
     """Return the child's measurements, and show its progress.
 
-    The child has ended when this returns or raises.
+    The child has ended, or has been killed, when this returns or raises. Raises ProfileError.
     """
     measured: list[Measured] = []
     fatal: str | None = None

@@ -70,7 +70,10 @@ class FirstKey(NamedTuple):
 
 
 class Etcd:
-    """A client of all members of one etcd. Use as an async context manager."""
+    """A client of all members of one etcd. Use as an async context manager.
+
+    All calls raise UnreachableError if no member answers, RefusedError if etcd does not permit the operation.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         """Prepare the client. Raises ConfigError for unusable files."""
@@ -86,8 +89,6 @@ class Etcd:
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
-
-    # All methods below raise UnreachableError and RefusedError.
 
     async def grant(self, lease: int, ttl_s: int) -> None:
         """Grant the lease with this number, unless it exists.

@@ -69,7 +69,7 @@ class StateKeys:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Make a context in which the caller may make changes.
+        """Make a context in which the caller may call `change`.
 
         Callers get their turns one after the other, in the order of their calls. Raises NotStoredError if a
         change of an earlier caller has failed late during the wait: otherwise the waits of all callers would

@@ -125,19 +125,19 @@ class Grammars:
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         """Prepare without a vocabulary.
 
-        `load` is called by `prepare`, or else in the thread for the first grammar.
+        `load` is called by `prepare`, or else in the thread that compiles the first grammar.
         """
         self._load = load
         self._vocabulary: Vocabulary | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
-        """Held while `_kept` is looked at or changed."""
+        """The lock for all reads and changes of `_kept`."""
 
     def prepare(self) -> None:
         """Load the vocabulary now, so that no stream waits for it later.
 
-        A failure is retried, and raised, with the first grammar.
+        A failure is not raised here. The compilation of the first grammar loads again, and raises the error.
         """
         with contextlib.suppress(MooncakeError):
             self._vocabulary = self._load()

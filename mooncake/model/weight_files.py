@@ -90,7 +90,7 @@ def safetensors_files(directory: Path, model: ModelConfig) -> list[WeightFile]:
 
 
 def _weight_map(index_path: Path) -> dict[str, str]:
-    """Return the file name of each tensor."""
+    """Return the name of the file that has each tensor, as the index says. Raises ModelError."""
     with opened(index_path, _MAX_INDEX_BYTES) as file:
         content = file.read(_MAX_INDEX_BYTES)
     try:

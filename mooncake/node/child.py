@@ -39,7 +39,7 @@ class Child:
         self.is_ready = False
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.num_missed_beats: int | None = None
-        """Beats since the last sign of life; None before the first sign."""
+        """The supervisor's beats since the child's last sign of life; None before the first sign."""
         self.end: ProcessEnd | None = None
         """Cause of the latest incarnation's end."""
         self.num_failed_starts = 0

@@ -24,7 +24,7 @@ class ListenAddress(NamedTuple):
 
 
 class Part(NamedTuple):
-    """An instance, or one of its stages or ranks, with a messenger and a worker."""
+    """An instance, or one of its stages or ranks: a messenger, with a worker unless the role is `pool`."""
 
     stage: int
     leads: bool

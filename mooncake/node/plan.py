@@ -129,7 +129,10 @@ def _own_socket(path: Path, index: int, usual: str) -> str:
 
 
 def _cluster_key(config: Config) -> ClusterKey:
-    """Return the cluster key; a new one for a cluster that is all on this node."""
+    """Return the configured cluster key, or a new one for a cluster that is all on this node.
+
+    Raises ConfigError for a key that cannot be read, or if other hosts need the key and none is configured.
+    """
     if config.security.key_file is not None:
         return ClusterKey.load(config.security.key_file)
     if config.is_alone:

@@ -21,10 +21,11 @@ LOCK_TIMEOUT_S = 3.0
 
 
 def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
-    """Check that the pools with these `names` fit into memory. Raises ConfigError.
+    """Check that the pools with these `names` fit into memory, and are not too small for any block.
 
-    Allocating more than there is would not fail, but some process would be killed. A size that is too small
-    for a block is most often a number without its unit.
+    Pools whose segment file exists take no further memory. Allocating more memory than there is would not
+    fail, but some process would be killed. A size that is too small is most often a number without its unit.
+    Raises ConfigError.
     """
     if names and kvcache.pool_bytes < SMALLEST_POOL_BYTES:
         raise ConfigError(

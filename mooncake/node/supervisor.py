@@ -31,7 +31,7 @@ KILL_GRACE_S = 2.0
 async def supervise(config: Config) -> int:
     """Run all processes of this node until SIGINT or SIGTERM, and return the exit code of the command.
 
-    Raises ConfigError before any process has started.
+    Raises ConfigError, but only before any process has been started.
     """
     started_at_s = time.monotonic()
     stopping = Stopping()  # before there is anything that a signal could leave behind

@@ -33,7 +33,7 @@ class Losses(logging.Handler):
         super().__init__(logging.WARNING)
         self._endpoint, self._changing = endpoint, threading.Lock()
         self._lost_s: float | None = None
-        """Time of the newest loss; None unless the log says that spans are lost."""
+        """Time of the newest loss; None before the first loss, and after losses have ended."""
         self._complaint = ""
         """The first complaint about an export since the last success; empty without one."""
 

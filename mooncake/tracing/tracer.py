@@ -72,7 +72,7 @@ class Tracer:
 
         Args:
             endpoint: The collector's URL, without `/v1/traces`.
-            sample_ratio: Share of the traces that begin here and are sampled.
+            sample_ratio: The share that is sampled of the traces that begin here, from 0 to 1.
             instance: The name of this process. The environment may name the service, and further attributes.
         """
         self._endpoint = endpoint
