@@ -80,7 +80,7 @@ class HttpSpan:
 
     @property
     def context(self) -> SpanContext | None:
-        """The span context under which the request's work is recorded; None if the request is not traced."""
+        """The context for spans of the request's work; None if the environment has disabled the SDK."""
         return self._open.context
 
     def submitted(self, job: Job) -> None:

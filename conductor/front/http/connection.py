@@ -383,10 +383,9 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def shutdown(self) -> None:
-        """Close the connection after the response to the request that is being answered.
+        """Close the connection after the response that is being made, and drop the requests behind it.
 
-        Requests behind that request are dropped. A connection without such a request closes at once, unless
-        its socket has just been accepted for plain HTTP: then a request that comes with it is still answered.
+        A connection without such a response closes at once, or soon if it is just being set up.
         """
         self._pipelined.clear()
         if self._answering is not None:

@@ -39,9 +39,9 @@ class Evictable(Hashable, Protocol):
         """Close the connection to free its slot."""
 
     def shutdown(self) -> None:
-        """Close the connection after the response to the request that is being answered.
+        """Close the connection after the response that is being made, and drop the requests behind it.
 
-        A connection without such a request closes at once, or soon if it is just being set up.
+        A connection without such a response closes at once, or soon if it is just being set up.
         """
 
     def abort(self) -> None:

@@ -213,7 +213,11 @@ def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -
 
 
 def text_tokens(text: str, model: ServedModel, path: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text. Raises RequestError that names the field at `path`."""
+    """Return the token ids of a text.
+
+    Raises RequestError for text that is too long, which names the field at `path`, and for text that the
+    tokenizer refuses.
+    """
     _check_num_chars(len(text), model, path)
     return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

@@ -94,11 +94,11 @@ class Reading:
         self._good_grammars = OrderedDict[str, None]()
 
     async def run(self) -> None:
-        """Run the processes until cancelled. Raises as `Offload.run` does."""
+        """Run the processes that read bodies until cancelled. Raises as `Offload.run` does."""
         await self._offload.run()
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the processes that read bodies. Idempotent."""
         self._offload.close()
 
     async def job(

@@ -201,7 +201,7 @@ def job_of(
 ) -> Job:
     """Return the job of a request: its fields checked together, its prompts tokenized.
 
-    Raises RequestError that names the field.
+    Raises RequestError that names the field, except for text that the tokenizer refuses.
 
     Args:
         request: The request.
