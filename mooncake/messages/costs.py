@@ -170,10 +170,10 @@ def fit(points: Sequence[Point]) -> Costs:
 
 
 def _least_squares(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the factors of three features, none negative: float64 `[3]`.
+    """Return a factor for each of the three columns of `features`, none negative: float64 `[3]`.
 
-    With these factors each point's sum is nearest to 1. `weights` has the weight of each point's squared
-    error.
+    With these factors the sums of the rows are nearest to 1 (least squares). `weights` has the weight of each
+    row's squared error.
     """
     roots = np.sqrt(weights)
     used = np.ones(3, np.bool_)

@@ -174,7 +174,10 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     If not, the Conductor has none of the front's requests.
     """
     num_draining: dict[Role, Count] = {}
-    """Registered instances of each role that take no requests."""
+    """Registered instances that take no requests, for prefill and for decode.
+
+    An instance with the role BOTH counts for both.
+    """
     num_instances: Count = 0
     """Instances that are registered, or expected back."""
     version: int = 27

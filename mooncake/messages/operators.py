@@ -93,7 +93,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     since_s: Seconds = 0.0
     """Seconds for which the instance has been draining or switching."""
     stays: bool = False
-    """Whether the drained instance stays in the cluster until it is ordered to serve again."""
+    """Whether the drained instance stays in the cluster until it is ordered to serve again, or to leave."""
     modules: ModulesPlace = ModulesPlace()
     """The place of the instance's modules."""
     num_device_pages: Count = 0

@@ -19,7 +19,7 @@ class WindowRule(Enum):
     LATER_LAYERS = auto()
     """The rule that some layers have a window if `use_sliding_window` is true.
 
-    These are the layers from `max_window_layers` on, or the layers that `layer_types` names.
+    These are the layers from `max_window_layers` on or, with `layer_types`, the layers of sliding attention.
     """
 
 

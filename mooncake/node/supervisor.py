@@ -95,8 +95,8 @@ class Supervisor:
     with 0 they end at once. Meanwhile the others live, and are restarted if they die: the requests need them.
     Then everything ends.
 
-    A child that gives no sign of life for `hang_timeout_s` seconds is killed, and restarted like a child that
-    has died.
+    A child that serves, and gives no sign of life for `hang_timeout_s` seconds, is killed, and restarted like
+    a child that has died.
     """
 
     def __init__(

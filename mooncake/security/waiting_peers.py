@@ -25,7 +25,10 @@ class WaitingPeers(Generic[Peer]):
         return len(self._peers)
 
     def enter(self, peer: Peer) -> None:
-        """Add a peer that is not in the set."""
+        """Add a peer, and drop the oldest peer if there are too many then.
+
+        A peer that is in the set already keeps its place in the order.
+        """
         self._peers[peer] = None
         if len(self._peers) > self._limit:
             self.make_room()
