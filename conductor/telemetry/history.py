@@ -38,8 +38,8 @@ TRANSFERRING, LOADING, DECODING = "transferring", "loading", "decoding"
 STEPS = (QUEUED, RESERVING, PREFILLING, INLINED, TRANSFERRING, LOADING, DECODING)
 """The steps of a request between two moments of its timeline.
 
-In the step `loading` the request's KVCache has arrived in the decode instance's pool, but the request has not
-joined the batch yet.
+In the step `loading` the request's KVCache is in the decode instance's pool, or the request waits for its
+turn in the double check. It has not joined the batch yet.
 """
 ENDS = FINISHED, ABORTED, FAILED, REJECTED, REFUSED = "finished", "aborted", "failed", "rejected", "refused"
 """The ways in which a request ends."""
@@ -285,7 +285,11 @@ class History:
             self._append(timeline, moment)
 
     def _join(self, report: Joining | Finished) -> None:
-        """Record when the request's KVCache arrived, and when the request joined the batch."""
+        """Record that the request entered `loading`, and that it joined the batch.
+
+        `loading` begins `arrival_s` after the order to decode. So a wait for the turn of the double check is
+        a part of `loading`.
+        """
         timeline = self._current(report.ref)
         if timeline is None:
             return
