@@ -106,7 +106,7 @@ def test_prefill_gets_the_devices_where_prompts_are_long() -> None:
 @pytest.mark.parametrize(
     "weights",
     [
-        Weights(0.0, 1.0, 0.0),
+        pytest.param(Weights(0.0, 1.0, 0.0), marks=pytest.mark.soak),
         pytest.param(Weights(1.0, 0.0, 0.0), marks=pytest.mark.soak),
         pytest.param(Weights(0.0, 0.0, 1.0), marks=pytest.mark.soak),
     ],

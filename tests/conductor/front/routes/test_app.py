@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from conductor.front.generation.link import Link
+from conductor.front.generation import receptions
 from mooncake.messages.fronts import ClusterState
 from mooncake.messages.requests import FinishReason, Request
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, FakeCluster, Running, raw_request
@@ -268,7 +268,7 @@ def test_an_answer_with_several_choices_ends_when_the_conductor_gave_the_front_u
 def test_of_an_answer_that_is_rejected_only_the_first_choice_is_submitted(
     front: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Link, "_go_on_without_acceptance", lambda link: None)
+    monkeypatch.setattr(receptions, "MAX_UNACCEPTED_BEATS", 10_000)  # no acceptance counts as lost
 
     async def reject(cluster: FakeCluster, request: Request) -> None:
         await cluster.reject(request, 429, "full", None)
