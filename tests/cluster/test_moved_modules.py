@@ -1,7 +1,9 @@
 """Modules that go to a helper and back while clients wait: `mooncake-serve migrate`."""
 
 import contextlib
+import math
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -188,9 +190,12 @@ def test_answers_go_on_while_layers_leave_and_come_back(
     clients.ask()
     assert migrate(server, "decode-0", "decode-1", "--layers=3:4") == 0
     told = capsys.readouterr().out
-    # A third more than before, and 20 in the memory of the weights.
-    assert told.endswith("layers 3:4 of decode-0 are at decode-1; decode-0 has 361 pages\n")
-    wait_for_pages(server, 361, NUM_PAGES - 91)
+    found = re.search(r"layers 3:4 of decode-0 are at decode-1; decode-0 has (\d+) pages\n$", told)
+    assert found is not None
+    num_pages = int(found[1])
+    # A third more than before, and some in the memory of the weights, packed by instruction set.
+    assert 341 + 19 <= num_pages <= 341 + 20
+    wait_for_pages(server, num_pages, NUM_PAGES - math.ceil(num_pages / 4))
     clients.ask()
     assert migrate(server, "decode-0", "decode-1", "--back") == 0
     wait_for_pages(server, NUM_PAGES, NUM_PAGES)
