@@ -1,6 +1,7 @@
 """The ends of requests that are aborted, failed, refused or rejected, and the messages about them to fronts.
 
-Owns: these messages. Does not know: why a request ends, or which one.
+Owns: these messages. A front gets none about an aborted request. Does not know: why a request ends, or which
+one.
 """
 
 from conductor.admission.overload import Admission

@@ -6,8 +6,9 @@
 
     RESUMING ──> PREFILLING, DECODING      (its instances have gone on with the request)
              ──> WAITING, INTERRUPTED      (its instances have not)
-    RESERVING, PREFILLING, DECODING ──> WAITING (retry, preemption, drain, refusal in the double check)
-                                    ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
+    RESERVING, PREFILLING           ──> WAITING (retry, preemption, drain)
+    DECODING                        ──> WAITING (refusal in the double check)
+    RESERVING, PREFILLING, DECODING ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
     every state that is not an end  ──> ABORTED, REJECTED, REFUSED, FAILED
 
 A request is *accepted* when the registry takes it up (`Requests.accept`), before it has a pair, and before
@@ -29,11 +30,15 @@ class RequestState(Enum):
     A request ends as REFUSED if it asks for a feature that its instance does not serve. A refusal in the
     double check of the TBT SLO (`DecodeRefused`, which answers `Decode` and so comes in DECODING) is no end:
     the request is WAITING again, and the decode instance is added to `TrackedRequest.refused_by`.
+
+    A request ends as FAILED if its attempts are used up or a failure is not retryable, if it has proved to be
+    the cause of lost instances (`Suspicion`), if no pair came back in time or none is large enough any more,
+    or if its front is lost.
     """
 
     RESUMING = auto()  # an earlier Conductor had the request; its instances may report that they go on
     WAITING = auto()  # no pair has room for it, none is registered, or it is a suspect that awaits reports
-    QUEUED = auto()  # in the admission queue, for load to fall
+    QUEUED = auto()  # in the admission queue, for load to fall or for a pair with room
     INTERRUPTED = auto()  # its front was asked how far its output has come
     RESERVING = auto()  # the decode instance was asked for pages
     PREFILLING = auto()  # the prefill instance computes the prompt, or the decode instance if it inlines it
@@ -42,7 +47,7 @@ class RequestState(Enum):
     ABORTED = auto()  # its client has left, or its front does not know it any more
     REJECTED = auto()  # rejected before its client has got anything
     REFUSED = auto()  # its instance does not serve a feature that the request asks for
-    FAILED = auto()  # it cannot be finished: no attempt may succeed, no pair came back, or its front was lost
+    FAILED = auto()  # it cannot be finished
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
@@ -71,6 +76,8 @@ class TrackedRequest:
     """The registry's record of a request that is accepted, or about to be.
 
     Only `conductor.requests.registry` makes records, changes their state, and gives or takes their pairs.
+    `Placer`, `WorkerReports`, `Migrations` and `Conductor` set other fields: what protects a request, its
+    failures and refusals, the counts of its tokens and of its front's heartbeats.
 
     Three fields protect a request. The table says which checks still apply, and how the request ends if it
     gets no pair:
@@ -85,7 +92,8 @@ class TrackedRequest:
       is full, and another request may preempt it.
     - Double check (`may_be_refused`), when the prefill has ended: with policy `baseline` the Conductor
       rejects the request. With the other policies the decode instance refuses it, and the request is placed
-      on another decode instance, waits in the admission queue, or is rejected.
+      on another decode instance, waits in the admission queue, or is rejected. If `is_promised` was set
+      after the attempt's `Reserve`, the instance may still refuse this attempt; the request is placed again.
     - Too large: no registered pair is large enough for the request.
     - No pair in time: no pair had room within `placement_timeout_s`. While a role has no instance at all, a
       request whose output cannot have begun does not wait for so long.
@@ -107,18 +115,19 @@ class TrackedRequest:
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
     """The socket identities of the pair of each failed attempt.
 
-    An attempt that failed because an instance of its pair was lost is left out.
+    An attempt is left out if an instance of its pair was lost, before the failure or later.
     """
     refused_by: set[str] = field(default_factory=set)
     """The decode instances that have refused the request.
 
-    The set is emptied when an attempt fails, and when the request joins the admission queue again.
+    The set is emptied when another attempt follows a failure or a loss, and when the request is queued
+    because no other decode instance is left.
     """
     is_promised: bool = False
     """Whether no prediction may reject the request any more.
 
     True after an attempt has failed, if an instance of the request began to drain or to switch its role
-    before the prompt was computed, and if an earlier Conductor accepted the request.
+    before any of the prompt was computed, and if an earlier Conductor accepted the request.
     """
     may_have_begun: bool = False
     """Whether the front may have output tokens of the request. If so, no instance may refuse later attempts.

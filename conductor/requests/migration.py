@@ -26,7 +26,7 @@ class MigrationStep(Enum):
     COPYING = auto()  # the source stores the request's full blocks: PreCopied
     PREPARING = auto()  # the destination fetches and loads them: Prepared
     HANDING_OVER = auto()  # the source lets the request leave its batch: HandedOver
-    STRANDED = auto()  # the same, and the destination is gone: HandedOver
+    STRANDED = auto()  # the same, but the destination was lost or has failed: HandedOver
 
     __hash__ = object.__hash__
 
@@ -89,7 +89,7 @@ class Migration:
     """Leading blocks that the destination's pool was believed to hold when the migration began."""
     num_rounds: int = 0
     """Rounds of copies that have ended."""
-    num_copied_tokens: int = 0
+    num_output_tokens: int = 0
     """The length of the output, in tokens, when the source last stored full blocks."""
     has_waited: bool = False
     """Whether the source was told to copy once it has another full block."""

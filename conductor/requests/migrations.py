@@ -179,9 +179,9 @@ class Migrations:
             return []
         if self._requests.suspicion.is_suspect(tracked.request_id):
             return self._requests.end_migration(tracked, MigrationOutcome.CALLED_OFF)
-        migration.num_copied_tokens = len(pre_copied.output)
+        migration.num_output_tokens = len(pre_copied.output)
         num_lacking = (
-            tracked.request.num_prompt_tokens + migration.num_copied_tokens - migration.num_loaded_tokens
+            tracked.request.num_prompt_tokens + migration.num_output_tokens - migration.num_loaded_tokens
         )
         step = step_behind_copies(
             num_lacking, migration.num_rounds, self._block_size, has_waited=migration.has_waited
@@ -214,7 +214,7 @@ class Migrations:
             return []
         migration.num_rounds += 1
         migration.num_loaded_tokens = prepared.num_tokens
-        num_tokens = tracked.request.num_prompt_tokens + migration.num_copied_tokens
+        num_tokens = tracked.request.num_prompt_tokens + migration.num_output_tokens
         if num_tokens - prepared.num_tokens > max(self._most_at_once, 2 * self._block_size):
             return self.end_refused(tracked, now_s)
         if migration.num_rounds >= MAX_ROUNDS:
@@ -251,7 +251,10 @@ class Migrations:
     # -- ends ---------------------------------------------------------------------------------------
 
     def end_refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """End a migration whose destination has no room or has failed. No failed attempt is counted."""
+        """End a migration whose destination has no room or has failed. No failed attempt is counted.
+
+        If the hand-over was ordered, only the destination is given up, and `HandedOver` is awaited.
+        """
         assert tracked.migration is not None
         tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
         return self._give_up(tracked, MigrationOutcome.REFUSED)

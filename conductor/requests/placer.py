@@ -73,7 +73,8 @@ class Placer:
     def place(self, tracked: TrackedRequest, now_s: float, *, may_preempt: bool = True) -> list[Effect]:
         """Place the request on a pair, let it wait, or reject it.
 
-        If there are no effects, the request waits: WAITING for a pair with room, or QUEUED for load to fall.
+        If there are no effects, the request waits: QUEUED if it is in the admission queue, for load to fall
+        or for a pair with room; otherwise WAITING for a pair with room.
 
         `may_preempt`: whether requests that have not begun may be preempted if this one would miss an SLO.
         """
@@ -242,7 +243,7 @@ class Placer:
     def retry_queued(self, now_s: float) -> list[Effect]:
         """Try to place queued requests, if requests have left their pairs since the latest try.
 
-        The caller must call it after every event.
+        The caller must call it after every message.
         """
         if self._num_released == self._requests.num_released:
             return []

@@ -1,7 +1,7 @@
 """The owner of accepted requests. Only this module changes a request's state and pair.
 
 Owns: the accepted requests, the admission queue, the orders that a change of state needs. Does not know:
-which pair is chosen, why a request ends, the messages of fronts and workers.
+which pair is chosen, why a request ends, the messages of fronts.
 """
 
 from collections import Counter
@@ -70,7 +70,8 @@ class Requests:
     def slos_in_batch(self, tracked: TrackedRequest) -> SLOs:
         """Return the request's SLOs, with the strictest TBT SLO that may apply in its batch.
 
-        If there are SLO classes, this is the strictest TBT SLO of all placed requests.
+        If there are SLO classes, this is the stricter of the request's own TBT SLO and the strictest TBT SLO
+        of all placed requests.
         """
         if not self.limits.slo_classes:
             return tracked.slos

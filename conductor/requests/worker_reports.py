@@ -1,7 +1,7 @@
-"""Workers' reports about the steps of placed requests, up to the end or to another attempt.
+"""Workers' reports about the steps of placed requests, and the attempts that follow failures and losses.
 
-Owns: the reactions to workers' reports, and to the loss of instances. Does not know: which fronts and
-instances there are, which request gets which pair (`conductor.requests.placer`).
+Owns: the reactions to workers' reports, to the loss of instances, and to fronts' reports of how far outputs
+have come. Does not know: how a loss is noticed, which request gets which pair (`conductor.requests.placer`).
 """
 
 from conductor.admission.overload import Admission

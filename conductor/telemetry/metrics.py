@@ -188,7 +188,7 @@ def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "mooncake_preemptions",
-        "requests that were preempted before they began, by those of a higher class or a tenant with less",
+        "requests that were preempted before they began, or rejected in favour of others",
         stats.num_preempted,
     )
     yield CounterMetricFamily(

@@ -10,7 +10,7 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
 
 NOBODY = 0
-"""The owner of the claims that the pool makes for itself."""
+"""The owner of claims without a session: of promotions, and of reads by other messengers."""
 
 
 @dataclass(slots=True)

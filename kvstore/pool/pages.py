@@ -22,7 +22,8 @@ refused, even if the owner died in between.
 
 A QUARANTINED page has been given up. The page is freed when its last user has gone, at once if it has none.
 Users are reservations, leases, holds and hard pins (`kvstore.pool.pool`). After the owner's death, `adopt`
-quarantines only pages that a process may still be writing, and frees all other pages that are not SEALED.
+quarantines only pages that a process may still be writing, and frees all other pages that are not SEALED. If
+several SEALED pages have one key, only the one used last stays.
 
 The same table describes the slots of a slab file (`kvstore.ssd.slab`). There the machine may lose power
 between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half
@@ -308,7 +309,8 @@ class PageTable:
         """Adopt the table after the death of its owner, and return its contents.
 
         Pages with a writer are QUARANTINED, and the caller frees each of them when its writer is gone. Other
-        pages that are not SEALED are freed.
+        pages that are not SEALED are freed. If several SEALED pages have one key, all but the one used last
+        are freed.
         """
         pages = np.flatnonzero(self.states == SEALED)
         pages = pages[np.argsort(self.last_uses[pages], kind="stable")]

@@ -330,7 +330,11 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
-"""The calls that may wait for another worker, client or pool. All other calls are answered within seconds."""
+"""The calls that may wait for another worker, client or pool.
+
+Of the other calls, `VerifyBlocks` takes the time to read all blocks that it names, and `PinBlocks` may wait
+for the disk. All others are answered within seconds.
+"""
 Call = (
     Attach
     | Connect

@@ -1,9 +1,10 @@
 """Grants: pages of a reservation that other messengers may write to.
 
-This module is the receiving half of a transfer. Every remote write names grant, page and generation, and is
-refused unless all three are current. Layers that have arrived already are not written again; a repeated write
-of the same bytes is acknowledged. A write to a grant that is complete is acknowledged unseen: nothing of it
-is checked, and nothing is placed. A grant may have several writers, each with other layers, heads or blocks.
+This module is the receiving half of a transfer. Every remote write names grant, page and generation. A
+write to an open grant is refused unless page and generation are those of the grant. Layers that have arrived
+already are not written again; a repeated write of the same bytes is acknowledged. A write to one of the last
+1,024 complete grants is acknowledged unseen: nothing of it is checked, and nothing is placed. A write to any
+other grant is refused. A grant may have several writers, each with other layers, heads or blocks.
 The loss of any writer before the grant is complete fails the grant.
 
 Where this process receives the bytes (over TCP, and over shared memory without a copy slot), a write is

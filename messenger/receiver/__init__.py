@@ -1,1 +1,1 @@
-"""The receiving side of a messenger: admission of peers, writes to this pool, and reads from it."""
+"""The side of a messenger that answers: admission of peers, their writes to this pool and fetches from it."""

@@ -127,7 +127,7 @@ class IncomingSession:
             lane.conceal_in_time(transfer_id)
 
     def revoke(self, grant_id: int, reason: str) -> None:
-        """End the transfers to a grant that has ended, and tell the sender to stop.
+        """End the transfers to a grant that has failed or was revoked, and tell the sender to stop.
 
         The pages that are open to the sender are closed when the sender has answered with `Close`, or after
         `ack_timeout_s` seconds.

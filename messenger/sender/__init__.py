@@ -1,1 +1,1 @@
-"""The sending side of a messenger: connections to other messengers, writes and fetches."""
+"""The side of a messenger that asks: connections to other messengers, writes to them, fetches from them."""

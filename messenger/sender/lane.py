@@ -24,7 +24,7 @@ from mooncake.messages.blocks import KVLayout
 _SENT_BYTES = 256 << 10
 """Bytes after which no further request is added to one system call, or copied in one turn."""
 _COPYING_SPEED = 8
-"""Speed of copying between segments, as a multiple of the speed through a socket.
+"""Speed at which an outlet copies between segments, as a multiple of the speed through a socket.
 
 With this value other tasks have a turn after 16 MiB of copying.
 """

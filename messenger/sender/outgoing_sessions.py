@@ -145,9 +145,9 @@ class OutgoingSessions:
         keeping = _Keeping(OutgoingSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
-            standing = PathHealth() if path.nic is not None else None
+            health = PathHealth() if path.nic is not None else None
             for _ in range(self._settings.streams):
-                keep = self._keep(keeping, path, standing, address, numbers)
+                keep = self._keep(keeping, path, health, address, numbers)
                 keeping.tasks.append(self._tasks.create_task(keep))
         try:
             while keeping.may_come_up:
@@ -164,13 +164,13 @@ class OutgoingSessions:
         self,
         keeping: _Keeping,
         path: Path,
-        standing: PathHealth | None,
+        health: PathHealth | None,
         address: MessengerAddress,
         numbers: "itertools.count[int]",
     ) -> None:
         """Keep one lane up until the session ends, with pauses after failures.
 
-        While `standing` backs off, the path is not tried. `standing` is None for a path without a device of
+        While `health` backs off, the path is not tried. `health` is None for a path without a device of
         its own: no other path stands by for such a path.
         """
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
@@ -183,9 +183,9 @@ class OutgoingSessions:
                     keeping.failures.append(f"{path}: {error}")
                     keeping.changed.set()
                     was_tried = True
-                if standing is not None:
-                    standing.failed(loop.time())
-                    await asyncio.sleep(standing.pause_s(loop.time()))
+                if health is not None:
+                    health.failed(loop.time())
+                    await asyncio.sleep(health.pause_s(loop.time()))
                     continue
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -207,9 +207,9 @@ class OutgoingSessions:
             if peer.closed_reason is not None:
                 return
             held_s = loop.time() - began_s
-            if standing is not None:
-                _judge(standing, lane, held_s, peer, reason)
-                await asyncio.sleep(standing.pause_s(loop.time()))
+            if health is not None:
+                _judge(health, lane, held_s, peer, reason)
+                await asyncio.sleep(health.pause_s(loop.time()))
             if lane.has_answered and held_s > pause_s:
                 pause_s = _FIRST_PAUSE_S
             else:  # useless, or lost soon
@@ -262,14 +262,14 @@ class OutgoingSessions:
         return Lane(number, path, frames, ends, welcome.identity.layout, peer, self._settings.ack_timeout_s)
 
 
-def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSession, reason: str) -> None:
+def _judge(health: PathHealth, lane: Lane, held_s: float, peer: OutgoingSession, reason: str) -> None:
     """Record the loss of `lane`, `held_s` seconds after its beginning, for its path.
 
     If the path backs off now, the other lanes of the path end too.
     """
     now_s = asyncio.get_running_loop().time()
     facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}
-    if standing.lost(now_s, held_s, lane.remedy, **facts):
+    if health.lost(now_s, held_s, lane.remedy, **facts):
         log.warning("%s to %s is left alone for a while: %s", lane.path, peer.name, reason)
         peer.give_up_path(lane.path, f"another connection over it failed: {reason}")
 

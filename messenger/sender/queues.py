@@ -70,7 +70,7 @@ class Queues(Generic[CarrierT]):
     def set_lanes(self, lanes: Sequence[CarrierT]) -> None:
         """Set the lanes that are up.
 
-        Lanes of standby paths carry nothing while lanes of other paths are up.
+        Lanes of standby paths take nothing from the queues while lanes of other paths are up.
         """
         self._has_main = any(not lane.path.is_standby for lane in lanes)
         self._lanes = [lane for lane in lanes if not self._is_standby(lane)]

@@ -58,7 +58,7 @@ class WriteRequest:
     The argument is None when the receiver has acknowledged the write, else the reason of the failure.
     """
     num_lanes_lost: int = 0
-    """Lanes in a row that were lost with this request in flight."""
+    """Lanes that were lost with this request in flight."""
     is_copied: bool = False
     """Whether this side has copied the bytes into their pages; the receiver has yet to acknowledge them."""
 
@@ -93,7 +93,7 @@ class FetchRequest:
     urgency: Urgency
     done: Callable[[dict[int, bytes], str | None], None]
     num_lanes_lost: int = 0
-    """Lanes in a row that were lost with this request in flight."""
+    """Lanes that were lost with this request in flight."""
     is_read: bool = False
     """Whether the request is done because this side has copied the blocks."""
     num_bytes: int = field(init=False)
@@ -117,7 +117,7 @@ class ProbeRequest:
     urgency: Urgency
     done: Callable[[str | None], None]
     num_lanes_lost: int = 0
-    """Lanes in a row that were lost with this request in flight."""
+    """Lanes that were lost with this request in flight."""
 
     @property
     def num_bytes(self) -> int:

@@ -9,11 +9,11 @@ them.
                                    <-     Challenge(nonce, proof) | Refused
     Introduction(proof, ...)       ->                     both have shown that they know the cluster's key
                                    <-     Welcome | Refused
-    Open(transfer, grant)          ->                     normally left out: the first Write opens
+    Open(transfer, grant)          ->                     normally left out: the first Write or Expose opens
     Write(transfer, heads, ...)    ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
     Close(transfer, reason)        ->                     done, or given up: the sender has stopped writing
-                                   <-     TransferEnded   the receiver gave it up, and waits for Close
+                                   <-     TransferEnded   the receiver has refused it or given it up
     Fetch(keys, layers, heads)     ->                     read blocks, if they are there
                                    <-     Found           one per Fetch, in their order, bytes as in Write
     FetchDone(damaged)             ->                     the oldest Found has been read: release it
@@ -21,13 +21,13 @@ them.
     Write(..., is_placed)          ->                     over shared memory: the bytes are in their pages
     Fetch(..., is_read)            ->                     over shared memory: blocks were read; no answer
     Expose(transfer, grant)        ->                     over RDMA: open the grant's pages to this lane
-                                   <-     Exposed         where the pages are; closed with the transfer
+                                   <-     Exposed         where the pages are, until transfer or grant ends
     Probe                          ->                     bytes to be discarded, to measure a path
                                    <-     WriteAck
 
-The first `Write` or `Open` makes a transfer known to the receiver: from then on a loss of the sender fails
-the grant. `Open` is sent if nothing was written within `NOT_URGENT_S`, when a lane is lost, and before the
-`Close` of a transfer that is given up before any write.
+The first `Write`, `Expose` or `Open` makes a transfer known to the receiver: from then on a loss of the
+sender fails the grant. `Open` is sent if nothing was written within `NOT_URGENT_S`, when a lane is lost, and
+before the `Close` of a transfer that is given up before any write.
 
 The receiver compares the bytes of each write with their checksums, except if the sender has placed them over
 shared memory (`is_placed`): the sender has compared those.
@@ -193,8 +193,7 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     The write names the grant too, as it may arrive on another lane before the `Open`. `heads`: the model's
     heads `[begin, end)` whose bytes are sent; None if both sides have the same heads, and all are sent.
     `is_placed`: the sender has written the bytes to their pages, and compared them with their checksums.
-    After such a write, the next write need not wait for the answer, but the end of the transfer must wait for
-    it.
+    Such a write no longer counts as in flight, but the end of the transfer waits for its answer.
     """
 
     transfer_id: int
@@ -287,7 +286,10 @@ class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exposed(msgspec.Struct, tag=True, frozen=True):
-    """The pages of a grant, open until the transfer ends. `failure`: why no page was opened."""
+    """The pages of a grant, open until the transfer ends or the grant is complete.
+
+    `failure`: why no page was opened.
+    """
 
     transfer_id: int
     pages: list[ExposedPage]

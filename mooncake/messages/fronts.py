@@ -224,8 +224,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 class Interrupted(msgspec.Struct, tag=True, frozen=True):
     """The report that a request whose output may have begun needs another pair.
 
-    Its pair has failed or is lost. The front answers with `Continue`, or with `Cancel` if nothing more is
-    wanted. The Conductor repeats the message until it is answered.
+    Its attempt has failed or lost an instance, no instance has taken it over in a migration, or another
+    Conductor leads and knows no pair that goes on with it. The front answers with `Continue`, or with
+    `Cancel` if nothing more is wanted. The Conductor repeats the message until it is answered.
     """
 
     request_id: str

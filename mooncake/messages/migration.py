@@ -11,8 +11,8 @@
     TakeOver(output)  ->                                  decodes the request
 
 All messages pass through the Conductor, so the request always has one owner: the source until the Conductor
-has `HandedOver`, the destination from then on. A failure before `HandedOver` ends the migration, not the
-request.
+has `HandedOver`, the destination from then on. Until `HandOver` is ordered, a failure of the destination ends
+only the migration. If the destination fails later, the request runs again behind what its front has.
 
 Modules (`ModuleKind`) move to a helper, and back, by order of operators or of the Conductor itself
 (BanaServe, section 4.1):

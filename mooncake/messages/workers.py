@@ -202,7 +202,8 @@ class WorkFailed(msgspec.Struct, tag=True, frozen=True):
     `param` is the field of the API that asks for it, or `grammar`, for which several fields can ask; None if
     the field is unknown.
 
-    From the destination of a migration: the request stays where it is.
+    From the destination of a migration: the request stays at its source, or runs again if the source was
+    ordered to hand it over.
     """
 
     ref: Ref

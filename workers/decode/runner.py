@@ -226,8 +226,8 @@ class DecodeRunner:
     def take_held(self) -> list[Held]:
         """Return the requests that go on under another Conductor, and stop the others.
 
-        Requests that migrate to this instance stop, because their sources go on decoding them. Requests that
-        are not yet reserved stop too.
+        Requests that migrate to this instance stop, because their sources go on decoding them. Requests
+        whose grammar is still being compiled stop too; requests that wait for pool pages go on.
         """
         held, prepared = list[Held](), self._destination.prepared
         for ref in self._jobs.going_on:

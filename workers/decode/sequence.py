@@ -32,7 +32,7 @@ class SequenceState(Enum):
     PREPARED = auto()  # it migrates here and has pages here, but its source still decodes it
     RUNNING = auto()
     LEAVING = auto()  # it has left the batch, and its pages are still used
-    OUT = auto()  # it has no pages
+    OUT = auto()  # it has left the batch and given its pages back
 
 
 PRE_COPY, PREPARE = "pre_copy", "prepare"
@@ -63,8 +63,8 @@ class Sequence:
     - The newest token has no KVCache yet. Until the first token of an inlined prompt is drawn, only the
       prompt's cached tokens and computed tokens have KVCache.
     - `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING.
-    - In WAITING and OUT the sequence's KVCache is in the pool or in host memory (`SequenceBlocks`). An
-      inlined prompt may have no KVCache yet.
+    - In WAITING, and in OUT after a preemption, the sequence's KVCache is in the pool or in host memory
+      (`SequenceBlocks`). An inlined prompt may have no KVCache yet.
     """
 
     number: int
@@ -101,7 +101,7 @@ class Sequence:
     Its tokens are sent then, and no iteration uses its pages.
     """
     copy_at: int | None = None
-    """The number of tokens with KVCache at which a migration's next copy is due; None without a migration."""
+    """The number of tokens with KVCache at which a migration's next copy is due; None if none is ordered."""
     copy_due: asyncio.Event = field(default_factory=asyncio.Event)
     """The event that a migration's copy is due. It is cleared when the copy begins.
 

@@ -1,7 +1,8 @@
 """The course of a sequence through the batch: joining, preemption, end or move to another instance.
 
 Each sequence has a task for all of these steps. Only this task frees the sequence's pages, so no page is
-freed while it is copied.
+freed while it is copied. The one exception: between two iterations, `batching.division.end_division` replaces
+full pages of running sequences that are not being stored.
 
 Owns: the sequences of an instance, the order of events from the batch to the end. Does not know: how a
 sequence's KVCache gets to this instance, iterations.

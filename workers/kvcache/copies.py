@@ -135,9 +135,9 @@ class _PoolPages:
 class HostCopies:
     """Copies between a device that is the CPU and the pool's segment.
 
-    While a helper has some of the heads, each layer of a block is put together from two memories. The pages
-    of a helper on another host are copied over a connection; then a copy raises TransferError if the helper
-    is lost.
+    While a helper has some of the heads, each layer of a block is put together from two memories. While a
+    helper has some of the pages, blocks are in either memory. The pages of a helper on another host are
+    copied over a connection; then a copy raises TransferError if the helper is lost.
     """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:

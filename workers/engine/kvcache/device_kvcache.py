@@ -243,7 +243,7 @@ class DeviceKVCache:
     def lend(self, num_pages: int) -> list[int]:
         """Take free pages, and return their memory to the operating system. Returns the pages' numbers.
 
-        The pages are adjacent where possible, and lent until `end_loan`. Only on a CPU. Raises OutOfPages.
+        The free pages with the highest numbers are lent, until `end_loan`. Only on a CPU. Raises OutOfPages.
         """
         pages = self.pages.lend(num_pages)
         with self._memory_lock:

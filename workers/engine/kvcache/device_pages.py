@@ -42,7 +42,7 @@ class DevicePages:
         self.num_own = num_pages
         """The number of pages while no helper has modules."""
         self.num_usable = num_pages
-        """Pages that are free, or are used here: neither lent nor closed."""
+        """Pages that are neither lent nor closed, of this process and at a helper."""
         self.first_hosted = num_pages
         """The number of this process's pages, which is the number of the first page that a helper has."""
         self._hosted_share = Fraction(0)
@@ -168,7 +168,7 @@ class DevicePages:
                 (self._free if page < self.first_hosted else self._free_hosted).append(page)
 
     def lend(self, num_pages: int) -> list[int]:
-        """Take free pages of this process, adjacent where possible, until `end_loan`. Raises OutOfPages."""
+        """Take this process's free pages with the highest numbers until `end_loan`. Raises OutOfPages."""
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free), self.num_pages)
         self._free.sort(reverse=True)
