@@ -54,9 +54,13 @@ class StageRunner:
                 if job is not None and not job.is_dropped:
                     self._group.create_task(self._recount(job, message.round))
             case End():
-                running = self._tasks.get(message.job_id)
-                if running is not None and not running.cancelling():
-                    running.cancel()
+                # A task that is cancelled before its first step runs nothing, not even its `finally`.
+                asyncio.get_running_loop().call_soon(self._cancel, message.job_id)
+
+    def _cancel(self, job_id: int) -> None:
+        running = self._tasks.get(job_id)
+        if running is not None and not running.cancelling():
+            running.cancel()
 
     async def hear(self, message: AboutJob) -> None:
         """Handle a report of later stages, and pass it on if it concerns the first stage."""

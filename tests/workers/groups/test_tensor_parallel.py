@@ -15,6 +15,8 @@ from tests.workers.mini_cluster import Sizes, StartCluster, tokens_of
 from tests.workers.prefill.test_faults import gone
 from tests.workers.prefill_lab import Setting, StartLab
 from tests.workers.references import Reference, prompt_of
+from workers.groups.stage_messages import Begin, End, Recount
+from workers.process.rank_runner import RankRunner
 
 pytestmark = pytest.mark.cluster
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -85,6 +87,28 @@ async def test_aborted_prompt_leaves_all_ranks_at_the_same_layer(start_lab: Star
         assert lab.executor.kv.pages.num_free == lab.executor.kv.pages.num_pages
         assert gate.stored_layers == [0]
         assert not receiving.answered.done()
+        await receiving.release()
+
+
+async def test_prompt_that_ends_before_another_rank_has_begun_it_is_left_by_that_rank(
+    start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obey = RankRunner.obey
+
+    def begin_and_end(runner: RankRunner, message: Begin | Recount | End) -> None:
+        obey(runner, message)
+        if isinstance(message, Begin):
+            obey(runner, End(message.job_id))
+
+    monkeypatch.setattr(RankRunner, "obey", begin_and_end)
+    async with start_lab(num_ranks=2) as lab, lab.running(Setting(16)):
+        receiving = await lab.order(prompt_of(1, 16))
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(job.left_by_ranks.is_set() for job in lab.stages[0].jobs.values()):
+                await asyncio.sleep(0.001)
+        lab.jobs.cancel(receiving.ref)
+        await gone(lab, receiving)
+        assert lab.executor.kv.pages.num_free == lab.executor.kv.pages.num_pages
         await receiving.release()
 
 
