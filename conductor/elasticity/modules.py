@@ -61,7 +61,7 @@ class Device:
     used: Used
     """The used shares of the device, by its own modules and by modules of other instances."""
     modules: dict[Kind, MovableModules]
-    """The modules that may leave the device. Kinds that the device does not support are missing."""
+    """The modules that may leave the device now. Kinds of which none may leave are missing."""
     away: Away | None = None
     sync_s: float = 0.0
     """Seconds that the device's requests wait during a move (T_sync)."""

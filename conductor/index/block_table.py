@@ -36,7 +36,7 @@ class BlockTable(Protocol):
     def __len__(self) -> int: ...
 
     def find(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """Return the number of each key; `ABSENT` for a key that is not in the table."""
+        """Return the number that the table has for each key; `ABSENT` for a key that is not in the table."""
 
     def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
         """Return the runs of equal numbers before the first absent key.

@@ -289,7 +289,7 @@ class Instances:
 
     @property
     def emptying(self) -> list[Instance]:
-        """The instances that drain or switch their role."""
+        """The instances that drain or switch their role, or have retired and are not removed yet."""
         return list(self._emptying.values())
 
     def resized(self) -> None:

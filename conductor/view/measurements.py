@@ -35,7 +35,7 @@ class PrefillPass(NamedTuple):
 
 
 class PlainIterations(NamedTuple):
-    """The mean of iterations without chunks of prompts."""
+    """The mean batch size and the mean duration of iterations that had no chunks of prompts."""
 
     batch_size: float
     iteration_s: float

@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 _MOST_AT_ONCE = 4
 """The most requests in flight over each connection: one is answered while the next requests travel."""
 _LEAST_PART_BYTES = 128 << 10
-"""The least bytes of a part of a layer. Smaller layers are not split for several connections."""
+"""The least bytes of a part, when the layers of a step, of all blocks, are split over several connections.
+
+The last part may be smaller. With less than twice as many bytes nothing is split.
+"""
 _SEVERAL_LAYERS_BYTES = 512 << 10
 """The most bytes of a request for several layers, so that the first layers arrive soon."""
 _SETTLING_S = 0.1

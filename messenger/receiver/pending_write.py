@@ -20,7 +20,10 @@ class HeadRanges:
         """Whether both ends have the same heads, so that frames do not name any."""
 
     def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
-        """Return the heads of this side that a frame names (None: all), and their bytes in each layer.
+        """Return the heads that a frame names, and their bytes in each layer.
+
+        Heads are numbered as in the model; None stands for all heads of this side, in `heads` and in the
+        result. Whether this side has the heads is not checked.
 
         Raises TransferError for an empty range, or if the frame names no heads although the heads of the two
         sides differ.

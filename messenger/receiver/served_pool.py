@@ -48,8 +48,9 @@ class WriteTarget(Protocol):
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
         """Return the memory for the bytes of `entry`; None if these bytes are in place already.
 
-        Bytes are sent again if their acknowledgement was lost with a connection. Raises WriteRefused: no byte
-        has been placed then, except by a sender that places bytes itself (`Write.is_placed`, or over RDMA).
+        Bytes are in place already if their acknowledgement was lost with a connection. Raises WriteRefused if
+        the bytes may not be placed. A refused write has placed no byte, unless the sender places bytes itself
+        (`Write.is_placed`, or over RDMA).
         """
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:

@@ -66,7 +66,7 @@ class Usable(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unusable(msgspec.Struct, tag=True, frozen=True):
-    """The report that some blocks that were to be reused in this round have not arrived."""
+    """The report that this round cannot reuse all planned blocks: some have not arrived, or are damaged."""
 
     job_id: int
     round: int

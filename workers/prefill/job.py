@@ -315,7 +315,12 @@ class PrefillJob:
                 raise error
 
     async def untouched(self) -> None:
-        """Wait, even if the caller is cancelled, until no page of the prompt is read or written."""
+        """Wait until this worker no longer reads or writes the prompt's pages.
+
+        The messenger may still send from the pool's pages, and write fetched blocks to them, until the
+        reservation is released. If the caller is cancelled, the wait goes on, and the cancellation is not
+        raised.
+        """
         for end in (self._pass_ended.wait(), self._all_of(self._storing), self._all_of(self._committing)):
             waiting = asyncio.ensure_future(end)
             while not waiting.done():
