@@ -48,9 +48,10 @@ class WriteTarget(Protocol):
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
         """Return the memory for the bytes of `entry`; None if these bytes are in place already.
 
-        Bytes are in place already if their acknowledgement was lost with a connection. Raises WriteRefused if
-        the bytes may not be placed. A refused write has placed no byte, unless the sender places bytes itself
-        (`Write.is_placed`, or over RDMA).
+        A sender repeats a write whose acknowledgement was lost with a connection.
+
+        Raises WriteRefused if the bytes may not be placed. Of a refused write no byte has been placed, unless
+        the sender places bytes itself (`Write.is_placed`, or over RDMA).
         """
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:

@@ -331,11 +331,11 @@ def test_modules_go_to_another_host_and_back_and_the_loss_of_the_host_costs_no_a
     clients = Clients(conductor, expected)
     assert migrate(conductor, "decode-1", "decode-0", "--heads=1") == 1
     assert "are on different hosts, and decode-0 hosts KV heads of its own host" in capsys.readouterr().err
-    # A third more than before; layers leave some memory of the weights too, packed by instruction set.
-    for part, most_pages in (("--heads=1", 341), ("--layers=3:4", 341 + 20)):
+    # A third more than before. Layers leave some memory of the weights too, packed by instruction set.
+    for part, numbers in (("--heads=1", {341}), ("--layers=3:4", {341 + 19, 341 + 20})):
         clients.ask()
         assert migrate(conductor, "decode-0", "decode-1", part) == 0
-        assert instance(conductor, "decode-0")["num_device_pages"] in (most_pages, most_pages - 1)
+        assert instance(conductor, "decode-0")["num_device_pages"] in numbers
         clients.ask()
         assert migrate(conductor, "decode-0", "decode-1", "--back") == 0
         wait_for_pages(conductor, NUM_PAGES, NUM_PAGES)
